@@ -1,0 +1,1 @@
+"""The tests of every stage, and what they share: `from tests.bounds import ...`."""
