@@ -1,0 +1,182 @@
+"""Held-out loss at a context length, measured through the cache.
+
+The same bytes are scored whatever the context: the last `scored_tokens` before each of a fixed set
+of places. Only how far back the model may look changes, so two losses differ by what the extra
+context (or a damaged cache) does, not by which bytes were drawn. For the same reason two stages or
+two contexts are compared byte by byte: the noise of their *difference* is far below the noise of
+either loss.
+
+Every scored token attends in absorbed form through the stage's own backend, as decoding does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from stage0_reference.attention_backend import AttentionBackend
+from stage0_reference.decoder import CachedAttention, Decoder
+
+
+class Window(NamedTuple):
+    """Tokens to read and how many at the end to score.
+
+    Attributes
+    ----------
+    token_ids
+        ``context + 1`` tokens: the last is only ever predicted.
+    scored
+        Predictions at the end that count.
+    """
+
+    token_ids: list[int]
+    scored: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LossReport:
+    """Mean loss and its noise.
+
+    Attributes
+    ----------
+    loss
+        Nats per token.
+    standard_error
+        Of the mean, treating windows (not tokens) as the independent draws.
+    tokens, windows
+        How much was scored.
+    token_losses
+        f32 [tokens], for paired comparison.
+    """
+
+    loss: float
+    standard_error: float
+    tokens: int
+    windows: int
+    token_losses: Float[Tensor, " tokens"]
+
+
+def choose_windows(
+    documents: Sequence[Sequence[int]],
+    context: int,
+    *,
+    longest_context: int,
+    scored_tokens: int = 256,
+    max_windows: int | None = None,
+) -> list[Window]:
+    """Cut windows whose scored tokens are the same for every context up to `longest_context`.
+
+    Parameters
+    ----------
+    documents
+        Token ids of each document; windows never cross from one to another.
+    context
+        Tokens the model reads in each window.
+    longest_context
+        Places are chosen so that this much context exists before the window's end.
+    scored_tokens
+        Tokens scored per window, each with at least ``context - scored_tokens`` tokens before it.
+    max_windows
+        Take about this many, spread evenly over all documents.
+
+    Raises
+    ------
+    ValueError
+        The context is too short to score, longer than `longest_context`, or no document is long
+        enough.
+    """
+    if not scored_tokens < context <= longest_context:
+        raise ValueError(
+            f"context must be above {scored_tokens} (the scored tokens of a window) and at most "
+            f"{longest_context}; got {context}"
+        )
+    places = [
+        (index, end)
+        for index, document in enumerate(documents)
+        for end in range(longest_context, len(document), scored_tokens)
+    ]
+    if not places:
+        longest = max((len(document) for document in documents), default=0)
+        raise ValueError(
+            f"the text must hold a document of more than {longest_context} tokens; "
+            f"the longest has {longest}"
+        )
+    if max_windows is not None and max_windows < len(places):
+        places = [places[i * len(places) // max_windows] for i in range(max_windows)]
+    return [
+        Window(list(documents[index][end - context : end + 1]), scored_tokens)
+        for index, end in places
+    ]
+
+
+@torch.inference_mode()
+def heldout_loss(
+    decoder: Decoder,
+    backend: AttentionBackend,
+    windows: Sequence[Window],
+    *,
+    page_size: int = 64,
+    chunk: int = 512,
+    progress: Callable[[int], None] | None = None,
+) -> LossReport:
+    """Score windows through the backend's cache, in absorbed form.
+
+    Parameters
+    ----------
+    decoder, backend
+        The model and the attention to measure.
+    windows
+        From `choose_windows`.
+    page_size, chunk
+        Pages of the cache and tokens computed at once.
+    progress
+        Called with the number of windows done.
+    """
+    longest = max(len(window.token_ids) for window in windows) - 1
+    num_pages = -(-longest // page_size)
+    device = decoder.device
+    cache = backend.make_cache(decoder.config, num_pages, page_size, device=device)
+    block_table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
+    losses = []
+    for done, window in enumerate(windows, start=1):
+        tokens = torch.tensor(window.token_ids, device=device)
+        inputs, targets = tokens[:-1], tokens[1:]
+        first_scored = len(inputs) - window.scored
+        for start in range(0, len(inputs), chunk):
+            end = min(start + chunk, len(inputs))
+            places = torch.arange(start, end, device=device)
+            attention = CachedAttention(
+                backend,
+                cache,
+                query_lens=[end - start],
+                slot_mapping=places,  # pages in order: slot and position coincide
+                block_table=block_table,
+                cache_seqlens=torch.tensor([end], dtype=torch.int32, device=device),
+                form="absorbed",
+            )
+            hidden = decoder.hidden_states(inputs[start:end], places, attention)
+            if end > first_scored:
+                skip = max(first_scored - start, 0)
+                logits = decoder.logits(hidden[skip:])
+                losses.append(
+                    F.cross_entropy(logits, targets[start + skip : end], reduction="none").cpu()
+                )
+        if progress is not None:
+            progress(done)
+    token_losses = torch.cat(losses).float()
+    per_window = token_losses.double().view(len(windows), -1).mean(dim=1)
+    spread = float(per_window.std()) if len(windows) > 1 else math.nan
+    return LossReport(
+        loss=float(per_window.mean()),
+        standard_error=spread / math.sqrt(len(windows)),
+        tokens=len(token_losses),
+        windows=len(windows),
+        token_losses=token_losses,
+    )
