@@ -217,7 +217,7 @@ class Decoder(nn.Module):
     def hidden_states(
         self,
         token_ids: Int[Tensor, " *tokens"],
-        positions: Int[Tensor, " *tokens"],
+        positions: Int[Tensor, " *#tokens"],
         attention: Attention,
     ) -> Float[Tensor, "*tokens hidden"]:
         """Run all layers and the final norm."""
@@ -240,7 +240,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         token_ids: Int[Tensor, " *tokens"],
-        positions: Int[Tensor, " *tokens"],
+        positions: Int[Tensor, " *#tokens"],
         attention: Attention,
     ) -> Float[Tensor, "*tokens vocab_size"]:
         """Logits at every token.

@@ -171,12 +171,16 @@ def heldout_loss(
         if progress is not None:
             progress(done)
     token_losses = torch.cat(losses).float()
-    per_window = token_losses.double().view(len(windows), -1).mean(dim=1)
-    spread = float(per_window.std()) if len(windows) > 1 else math.nan
-    return LossReport(
-        loss=float(per_window.mean()),
-        standard_error=spread / math.sqrt(len(windows)),
-        tokens=len(token_losses),
-        windows=len(windows),
-        token_losses=token_losses,
-    )
+    loss, standard_error = mean_over_windows(token_losses, len(windows))
+    return LossReport(loss, standard_error, len(token_losses), len(windows), token_losses)
+
+
+def mean_over_windows(values: Float[Tensor, " tokens"], windows: int) -> tuple[float, float]:
+    """Mean of per-token values and its standard error, taking windows as the independent draws.
+
+    With the difference of two reports' `token_losses` this is a paired comparison. One window
+    gives no standard error (NaN).
+    """
+    per_window = values.double().view(windows, -1).mean(dim=1)
+    spread = float(per_window.std()) if windows > 1 else math.nan
+    return float(per_window.mean()), spread / math.sqrt(windows)

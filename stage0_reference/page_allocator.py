@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 ROOT_SERIAL = 0  # the parent of every first page; publications count from 1
 
@@ -169,7 +169,7 @@ class PageAllocator:
                 else:
                     self._clean.append(page)
 
-    def publish(self, pages: Sequence[int], token_ids: Sequence[int]) -> None:
+    def publish(self, pages: Sequence[int], token_ids: Sequence[SupportsIndex]) -> None:
         """Make the full pages of a prefix findable by `match_prefix`.
 
         Where an equal prefix is known already, the known page stays and the given one remains
@@ -209,7 +209,7 @@ class PageAllocator:
                 self._page_by_key[parent_serial, tokens] = known = page
             parent_serial = self._identities[known].serial
 
-    def match_prefix(self, token_ids: Sequence[int]) -> list[int]:
+    def match_prefix(self, token_ids: Sequence[SupportsIndex]) -> list[int]:
         """Return the resident full pages that hold a prefix of `token_ids`, up to the first gap.
 
         The pages are retained for the caller, who has to release them. A page leaves the line of
@@ -265,13 +265,13 @@ class PageAllocator:
         if identity is not None:
             del self._page_by_key[identity.parent_serial, identity.tokens]
 
-    def _full_pages(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    def _full_pages(self, token_ids: Sequence[SupportsIndex]) -> list[tuple[int, ...]]:
         """Cut `token_ids` into the contents of full pages, dropping the rest."""
-        # index() takes NumPy and Torch integers too: as they come, the latter compare by object.
-        token_ids = [index(token) for token in token_ids]
-        full = len(token_ids) // self.page_size * self.page_size
+        # index() makes plain integers of Torch's, which as dictionary keys would never be equal.
+        tokens = [index(token) for token in token_ids]
+        full = len(tokens) // self.page_size * self.page_size
         return [
-            tuple(token_ids[start : start + self.page_size])
+            tuple(tokens[start : start + self.page_size])
             for start in range(0, full, self.page_size)
         ]
 
@@ -305,7 +305,9 @@ class SequencePages:
         self.length = 0
 
     @classmethod
-    def from_prefix(cls, allocator: PageAllocator, token_ids: Sequence[int]) -> SequencePages:
+    def from_prefix(
+        cls, allocator: PageAllocator, token_ids: Sequence[SupportsIndex]
+    ) -> SequencePages:
         """Start a sequence on the resident pages of a prefix; `length` says how much was found.
 
         Give a prompt without its last token: that one has to be computed in any case, since the
@@ -365,7 +367,7 @@ class SequencePages:
         del self.pages[kept:]
         self.length = length
 
-    def publish(self, token_ids: Sequence[int]) -> None:
+    def publish(self, token_ids: Sequence[SupportsIndex]) -> None:
         """Publish the full pages of `token_ids`, this sequence's tokens from position 0."""
         if len(token_ids) > self.length:
             raise ValueError(

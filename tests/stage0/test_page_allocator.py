@@ -7,6 +7,7 @@ depends on. A page found under the wrong prefix is therefore wrong even where it
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -306,16 +307,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.publish_first(self.seats[seat], len(self.seats[seat].tokens))
         self.stop(self.seats[seat], head_first=head_first)
 
-    @precondition(lambda self: self.lru)
-    @rule(num_evicted=st.integers(1, 2))
-    def evict(self, num_evicted: int) -> None:
-        """Other work comes and goes, and costs the least recently used pages their identity."""
-        was_held = self.held()
-        num_clean = self.num_pages - len(was_held) - len(self.lru)
-        pages = self.allocator.allocate(num_clean + min(num_evicted, len(self.lru)))
-        self.expect_taken(pages, was_held)
-        self.allocator.release(pages)
-
     @precondition(lambda self: self.log)
     @rule()
     def carry_out(self) -> None:
@@ -413,6 +404,38 @@ def test_later_pages_are_no_hit_once_the_first_is_gone(new_head: list[int]) -> N
     # The same page id under a new identity does not bring the orphans back either.
     allocator.publish([first], new_head)
     assert allocator.match_prefix([*new_head, *A[2:]]) == [first]
+
+
+@given(
+    num_pages=st.integers(1, 6),
+    page_size=st.integers(1, 2),
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.booleans()),
+        max_size=30,
+    ),
+)
+def test_a_hit_holds_the_prefix_it_was_found_for_however_requests_churn(
+    num_pages: int, page_size: int, requests: list[tuple[list[int], bool]]
+) -> None:
+    allocator = PageAllocator(num_pages, page_size)
+    prefix_in: dict[int, list[int]] = {}
+    for tokens, release_head_first in requests:
+        sequence = SequencePages.from_prefix(allocator, tokens)
+        for position, page in enumerate(sequence.pages):
+            assert prefix_in[page] == tokens[: (position + 1) * page_size]
+        num_found = len(sequence.pages)
+        try:
+            sequence.extend(len(tokens) - sequence.length)
+        except OutOfPages:
+            sequence.release()
+            continue
+        for position, page in enumerate(sequence.pages[num_found:], start=num_found):
+            prefix_in[page] = tokens[: (position + 1) * page_size]
+        sequence.publish(tokens)
+        # Head first is not what a sequence does, but what loses a head before its tail.
+        allocator.release(sequence.pages[::-1] if release_head_first else sequence.pages)
+    assert allocator.num_available == num_pages
+    allocator.check_invariants()
 
 
 def test_a_page_that_outlived_its_parent_can_be_published_again() -> None:
@@ -519,6 +542,18 @@ def test_a_refused_extension_leaves_no_trace_even_when_only_the_copy_does_not_fi
     assert (child.pages, child.length) == (parent.pages, 6)
     parent.release()
     assert child.extend(1).copies == []
+
+
+def test_a_copy_and_the_pages_after_it_are_refused_together() -> None:
+    allocator = PageAllocator(num_pages=3, page_size=4)
+    parent = SequencePages(allocator)
+    parent.extend(6)
+    child = parent.fork()
+    before = snapshot(allocator)
+    with pytest.raises(OutOfPages, match="2 more pages needed, 1 available"):
+        child.extend(3)
+    assert snapshot(allocator) == before
+    assert (child.pages, child.length) == (parent.pages, 6)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
@@ -628,11 +663,10 @@ def test_a_second_release_of_a_sequence_releases_nothing() -> None:
 
 
 def test_integers_of_tensor_libraries_match_plain_ones() -> None:
-    torch = pytest.importorskip("torch")
     allocator = PageAllocator(num_pages=3, page_size=2)
     sequence = SequencePages(allocator)
     sequence.extend(4)
-    sequence.publish(torch.tensor([1, 2, 3, 4]))
+    sequence.publish(list(torch.tensor([1, 2, 3, 4])))
     assert allocator.match_prefix([1, 2, 3, 4]) == sequence.pages
 
 
