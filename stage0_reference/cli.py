@@ -192,7 +192,7 @@ def _add_demo(commands: Any) -> None:
         "per installed stage.",
     )
     parser.add_argument(
-        "--windows", type=int, default=6, metavar="N", help="held-out windows (default: 6)"
+        "--windows", type=int, default=3, metavar="N", help="held-out windows (default: 3)"
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=240, metavar="N", help="to generate (default: 240)"

@@ -35,6 +35,7 @@ from stage0_reference.latent_cache import (
 )
 from stage1_quant.e4m3 import decode_e4m3
 from stage1_quant.quantize import (
+    BF16_MAX,
     DEFAULT_SCALE_FORMAT,
     QuantizedRows,
     ScaleFormat,
@@ -100,6 +101,36 @@ def append_kv(
     write_rows(cache, quantize_rows(c_kv, k_rope, scale_format), slot_mapping)
 
 
+def widen(rows: QuantizedRows) -> QuantizedRows:
+    """Give codes and rotary parts as float32, unscaled: what a tensor core multiplies."""
+    return QuantizedRows(decode_e4m3(rows.codes), rows.scale, rows.rope.float())
+
+
+def quantize_query_rows(
+    q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
+    q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
+    scale_format: ScaleFormat = DEFAULT_SCALE_FORMAT,
+) -> QuantizedRows:
+    """Quantise a query and lay its tokens and heads out as rows, widened: [batch, s_q heads, .]."""
+    query = widen(quantize_q(q_latent, q_rope, scale_format))
+    return QuantizedRows(*(part.flatten(1, 2) for part in query))
+
+
+def quantized_scores(
+    query: QuantizedRows, block: QuantizedRows, softmax_scale: float
+) -> Float[Tensor, "batch rows tokens"]:
+    """Softmax logits of widened query rows against a widened block of tokens.
+
+    Notes
+    -----
+    ``(q_codes . codes + q_rope' . rope) q_scale scale softmax_scale``. Products of e4m3 codes are
+    exact in float32. The latent product comes first and the rotary product is added to it.
+    """
+    aligned = query.codes @ block.codes.mT + query.rope @ block.rope.mT
+    # The scales' product first: either alone could push a finite score past float32.
+    return aligned * (query.scale[..., None] * block.scale[:, None, :] * softmax_scale)
+
+
 def fp8_latent_attention(
     q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
     q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
@@ -128,24 +159,13 @@ def fp8_latent_attention(
     -------
     AttentionOutput
         As `stage0_reference.latent_cache.paged_latent_attention`.
-
-    Notes
-    -----
-    Products of e4m3 codes are exact in float32, and so is this project's model of an FP8 tensor
-    core until stage 2 looks closer. The latent product comes first, the rotary product is added.
     """
-    query = quantize_q(q_latent, q_rope, scale_format)
-    query_codes = decode_e4m3(query.codes).flatten(1, 2)  # [batch, s_q * heads, kv_lora_rank] f32
-    query_rope = query.rope.float().flatten(1, 2)
-    query_scale = query.scale.flatten(1, 2)[..., None] * softmax_scale  # [batch, rows, 1] f32
+    query = quantize_query_rows(q_latent, q_rope, scale_format)
 
     def read_block(positions: Int[Tensor, " tokens"]) -> ScoredBlock:
-        codes, scale, rope = gather_planes(cache, block_table, positions)
-        key = decode_e4m3(codes)  # [batch, block, kv_lora_rank] f32
-        scores = query_codes @ key.mT + query_rope @ rope.float().mT
-        # The scales' product first: either alone could push a finite score past float32.
-        scores = scores * (query_scale * scale[:, None, :])
-        return ScoredBlock(scores, key * scale[..., None])
+        block = widen(QuantizedRows(*gather_planes(cache, block_table, positions)))
+        values = block.codes * block.scale[..., None]
+        return ScoredBlock(quantized_scores(query, block, softmax_scale), values)
 
     attended = online_attention(read_block, q_latent.float(), lengths, causal=causal)
     return AttentionOutput(attended.out.to(q_latent.dtype), attended.lse)
@@ -174,4 +194,7 @@ def fetch_dequant(
     """
     lengths = checked_lengths(cache, block_table, cache_seqlens)
     packed = QuantizedRows(*gather_packed(cache, block_table, lengths))
-    return LatentRows(*(part.to(torch.bfloat16) for part in dequantize_rows(packed)))
+    # Rounding up near BF16's end must not bring an infinity back.
+    return LatentRows(
+        *(part.clamp(-BF16_MAX, BF16_MAX).bfloat16() for part in dequantize_rows(packed))
+    )

@@ -38,6 +38,10 @@ dimensions 2^118, inside float32. A floor near 1e-29 would overflow to infinity 
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
+LATENT_MAX = 240.0 * 2.0**120
+"""Latents are clamped to this, 15/16 of BF16's largest number. Under the scale 2^120 the next code
+up is 256, which stands for 2^128: dequantised, it would be infinite in float32."""
+
 
 class QuantizedRows(NamedTuple):
     """Some tokens (or a query's tokens and heads) in the scaled domain.
@@ -113,8 +117,9 @@ def quantize_rows(
     ----------
     c_kv, k_rope
         Latents (normed) and rotary parts (rotated), any float dtype; computed in float32.
-        Infinities, and anything beyond BF16's range, count as BF16's largest number. A NaN in a
-        latent makes that token NaN, one in its rotary part stays there; no other token changes.
+        Infinities count as the largest number: `LATENT_MAX` in a latent, BF16's in a rotary part.
+        A NaN in a latent makes that token NaN, one in its rotary part stays there; no other token
+        changes.
     scale_format
         See `token_scale`.
 
@@ -123,8 +128,18 @@ def quantize_rows(
     QuantizedRows
         ``|codes * scale - c_kv| <= max(2^-4 |c_kv|, 2^-10 scale)`` up to float32 rounding, and
         ``rope * scale`` within BF16's rounding of k_rope.
+
+    Raises
+    ------
+    ValueError
+        `c_kv` and `k_rope` are not of the same tokens, or an unknown scale format.
     """
-    latent = c_kv.float().clamp(-BF16_MAX, BF16_MAX)
+    if k_rope.shape[:-1] != c_kv.shape[:-1]:
+        raise ValueError(
+            f"k_rope must have c_kv's tokens, {list(c_kv.shape[:-1])}; "
+            f"got {list(k_rope.shape[:-1])}"
+        )
+    latent = c_kv.float().clamp(-LATENT_MAX, LATENT_MAX)
     rotary = k_rope.float().clamp(-BF16_MAX, BF16_MAX)
     scale = token_scale(latent.abs().amax(dim=-1), scale_format)
     aligned = (rotary / scale[..., None]).clamp(-BF16_MAX, BF16_MAX)

@@ -19,7 +19,7 @@ SEED = 0
 # Stages with kernels list their other modules one by one, since the hook rewrites every function it
 # finds and @triton.jit helpers do not survive that. The checks come before the code's own refusals,
 # and torch.compile cannot trace them: the marker `unchecked` is for tests of either.
-CHECKED = ["stage0_reference"]
+CHECKED = ["stage0_reference", "stage1_quant", "stage2_pv_pipeline"]
 
 # The hook acts on what is imported from here on. The option --jaxtyping-packages would do the same,
 # but cannot hand an argument to the checker for more than one package.

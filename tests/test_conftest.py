@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 import stage0_reference
+import stage1_quant
+import stage2_pv_pipeline
 
 FLOATING = [
     torch.float64,
@@ -112,7 +114,11 @@ def test_parallel_workers_use_one_thread_each():
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("package", [stage0_reference], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package",
+    [stage0_reference, stage1_quant, stage2_pv_pipeline],
+    ids=lambda package: package.__name__,
+)
 def test_shapes_are_checked_in_every_module(package):
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not info.name.endswith("__main__"):
