@@ -22,6 +22,30 @@ SUPPORTED_TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SUPPORTED_SCORING_FUNCTIONS = ("softmax", "sigmoid")
 
 
+_LEAST = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "q_lora_rank": 1,
+    "kv_lora_rank": 1,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 1,
+    "max_position_embeddings": 1,
+    "n_routed_experts": 1,
+    "n_shared_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 0,
+    "num_nextn_predict_layers": 0,
+}
+"""Least value of the fields that count something."""
+
+
 class UnsupportedModelError(NotImplementedError):
     """The configuration asks for something that this decoder does not compute."""
 
@@ -271,21 +295,13 @@ class ModelConfig:
 
     def _check(self) -> None:
         """Refuse impossible values here, where the field's name is at hand."""
-        positive = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "v_head_dim",
-            "moe_layer_freq",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.qk_rope_head_dim < 0 or self.qk_rope_head_dim % 2:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in ("q_lora_rank", "n_routed_experts"):
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+        if self.qk_rope_head_dim % 2:
             raise ValueError(
                 "qk_rope_head_dim must be even and at least 0 (it holds rotary pairs); "
                 f"got {self.qk_rope_head_dim}"
@@ -327,9 +343,16 @@ class ModelConfig:
 
 def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
     """Read rotary settings in transformers 5's spelling, or else in the hub's older one."""
-    parameters: dict[str, Any] = dict(
-        fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    )
+    spelling = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    parameters = fields.get(spelling) or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{spelling} must be an object; got {parameters!r}")
+    other = fields.get("rope_scaling")
+    if isinstance(other, Mapping) and _one_spelling(other) != _one_spelling(parameters):
+        raise ValueError(
+            "rope_parameters and rope_scaling must agree where both are given; got "
+            f"{dict(parameters)} and {dict(other)}. Keep the one that the weights were trained with"
+        )
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise UnsupportedModelError(
@@ -338,7 +361,7 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
         )
     theta = parameters.get("rope_theta", fields.get("rope_theta"))
     original = parameters.get("original_max_position_embeddings")
-    longest = fields.get("max_position_embeddings", 4096)
+    longest = fields.get("max_position_embeddings") or 4096
     factor = parameters.get("factor")
     if factor is None:
         if rope_type == "linear" or (rope_type == "yarn" and original is None):
@@ -358,3 +381,11 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
         attention_factor=parameters.get("attention_factor"),
         truncate=bool(parameters.get("truncate", True)),
     )
+
+
+def _one_spelling(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings without rope_theta, whose place differs, and with `type` as `rope_type`."""
+    settings = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    settings["rope_type"] = settings.get("rope_type") or settings.pop("type", None) or "default"
+    settings.pop("type", None)
+    return settings
