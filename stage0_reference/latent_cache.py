@@ -15,7 +15,9 @@ bytes     field                                           dtype   why
 Attention walks a request's tokens in blocks of `BLOCK_TOKENS`, keeping a running maximum, a running
 sum and an unfinished output per query row (online softmax). The result is the softmax over all
 tokens; what it buys is memory that does not grow with length, and shapes that do not depend on the
-longest request of the batch, so that a row's bits are the same whoever shares the batch.
+longest request of the batch: among the same number of rows, a row's bits are the same whatever the
+others hold. (Matrix libraries may round differently for another number of rows; `generation.py`
+keeps it fixed.)
 """
 
 from __future__ import annotations
@@ -121,9 +123,16 @@ def as_bytes(plane: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 def copy_pages(
     planes: Sequence[Shaped[Tensor, "num_pages page_size ..."]], copies: Sequence[tuple[int, int]]
 ) -> None:
-    """Copy whole pages (source, destination) in every plane: the act behind copy-on-write."""
+    """Copy whole pages (source, destination) in every plane: the act behind copy-on-write.
+
+    Raises
+    ------
+    ValueError
+        A page outside the pool; nothing is copied then.
+    """
     if not copies:
         return
+    _check_page_ids(planes, [page for copy in copies for page in copy])
     source, destination = torch.tensor(copies, device=planes[0].device).unbind(1)
     for plane in map(as_bytes, planes):
         plane[destination] = plane[source]
@@ -331,6 +340,11 @@ def online_attention(
     Online softmax: Milakov and Gimelshein (arXiv 1805.02867); FlashAttention (arXiv 2205.14135).
     """
     batch, s_q, heads, latent_width = q_latent.shape
+    if batch != len(lengths):
+        raise ValueError(
+            f"q_latent must have one row per request of block_table and cache_seqlens "
+            f"({len(lengths)}); got {batch}"
+        )
     device, wide = q_latent.device, accumulation_dtype(q_latent.dtype)
     length = torch.tensor(lengths, device=device)
     # Key t is visible to query i when t <= last_visible[b, i].
@@ -363,9 +377,7 @@ def online_attention(
     seen = ~running_max.isneginf()
     out = accumulator / torch.where(seen, running_sum, 1.0)[..., None]
     lse = torch.where(seen, running_max + running_sum.log(), float("-inf"))
-    return AttentionOutput(
-        out.to(q_latent.dtype).view(batch, s_q, heads, -1), lse.view(batch, s_q, heads)
-    )
+    return AttentionOutput(out.to(q_latent.dtype).view(q_latent.shape), lse.view(batch, s_q, heads))
 
 
 def paged_latent_attention(

@@ -206,7 +206,8 @@ def rescaled_pv_attention(
     last_visible = last_visible.expand(batch, s_q).repeat_interleave(heads, dim=1)
 
     state = initial_state(batch, s_q * heads, width, dtype=wide, device=device)
-    end = max(lengths, default=0) if last_token is None else min(last_token, max(lengths))
+    longest = max(lengths, default=0)
+    end = longest if last_token is None else min(last_token, longest)
     for start in range(first_token, end, block_tokens):
         positions = torch.arange(start, min(start + block_tokens, end), device=device)
         block = read_block(positions)
@@ -222,7 +223,7 @@ def rescaled_pv_attention(
             quantize=quantize,
         )
     out, lse = finish(state)
-    return AttentionOutput(out.view(batch, s_q, heads, -1), lse.view(batch, s_q, heads))
+    return AttentionOutput(out.view(q_latent.shape), lse.view(batch, s_q, heads))
 
 
 def merge_partials(
