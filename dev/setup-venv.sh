@@ -45,6 +45,7 @@ sys.exit(not (torch.version.cuda and release >= (2, 11)))' >/dev/null 2>&1
 
 make_venv() {
     python=$(choose_python)
+    if [ -e "$venv" ]; then say "$venv was not made here, or is incomplete: making it anew"; fi
     rm -rf "$venv"
     site=
     if has_cuda_torch "$python"; then site=--system-site-packages; fi

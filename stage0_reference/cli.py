@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ COMMANDS_GROUP = "snapmla.commands"
 DEMO_PROMPT = '''"""Small helpers for files of settings."""
 
 import json
+import math
 import os
 
 
@@ -71,23 +73,32 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, stage: bool = True) -> None:
-    """Add the arguments that every subcommand with a model takes."""
+def _describe_stages() -> str:
+    from stage0_reference.attention_backend import available_stages, load_backend
+
+    return "; ".join(f"{stage}: {load_backend(stage).description}" for stage in available_stages())
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, stage: bool = True, model: bool = True
+) -> None:
+    """Add the arguments of subcommands that run a model; `stage` and `model` can be left out."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint directory as on the Hugging Face hub (config.json, *.safetensors, "
-        "tokenizer.json); default: the small Python model that ships with the package",
-    )
+    if model:
+        group.add_argument(
+            "--model",
+            type=Path,
+            metavar="DIR",
+            help="checkpoint directory as on the Hugging Face hub (config.json, *.safetensors, "
+            "tokenizer.json); default: the small Python model that ships with the package",
+        )
     if stage:
         group.add_argument(
             "--stage",
             type=int,
             default=0,
             metavar="K",
-            help="how attention is computed: 0 is exact over a BF16 cache (default: 0)",
+            help=f"how attention is computed; {_describe_stages()} (default: 0)",
         )
     group.add_argument(
         "--device",
@@ -102,9 +113,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, stage: bool = True) 
         help="of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU, where "
         "it is faster. The cache is BF16 either way (default: auto)",
     )
-    group.add_argument(
-        "--page-size", type=int, default=64, metavar="N", help="tokens per cache page (default: 64)"
-    )
+    if model:
+        group.add_argument(
+            "--page-size",
+            type=int,
+            default=64,
+            metavar="N",
+            help="tokens per cache page (default: 64)",
+        )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -230,12 +246,16 @@ def load_from_arguments(arguments: argparse.Namespace) -> Any:
     """Load the model that `add_model_arguments` described."""
     import torch
 
+    from stage0_reference.attention_backend import load_backend
     from stage0_reference.pretrained import load_model
 
     device = resolve_device(arguments.device)
+    if getattr(arguments, "page_size", 1) < 1:
+        raise ValueError(f"--page-size must be at least 1; got {arguments.page_size}")
+    load_backend(getattr(arguments, "stage", 0))  # refuse before a large model loads
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    large = arguments.model is not None
-    return load_model(arguments.model, dtype=dtype, device=device, progress=large)
+    directory = getattr(arguments, "model", None)
+    return load_model(directory, dtype=dtype, device=device, progress=directory is not None)
 
 
 def _describe(decoder: Any, backend: Any) -> dict[str, Any]:
@@ -260,21 +280,11 @@ def generate_report(
     """
     from stage0_reference.attention_backend import load_backend
     from stage0_reference.generation import TextGenerator, pages_needed
-    from stage0_reference.sampling import SamplingParams
 
     decoder, tokenizer = model
     backend = load_backend(stage)
     ignore_eos = getattr(arguments, "ignore_eos", False)
-    params = SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=getattr(arguments, "temperature", 0.0),
-        top_k=getattr(arguments, "top_k", 0),
-        top_p=getattr(arguments, "top_p", 1.0),
-        seed=getattr(arguments, "seed", 0),
-        stop_token_ids=() if ignore_eos else tuple(tokenizer.eos_token_ids),
-    )
-    if arguments.page_size < 1:
-        raise ValueError(f"--page-size must be at least 1; got {arguments.page_size}")
+    params = sampling_params(arguments, () if ignore_eos else tokenizer.eos_token_ids)
     prompt_ids = tokenizer.encode(prompt)
     longest = min(len(prompt_ids) + params.max_new_tokens, decoder.config.max_position_embeddings)
     generator = TextGenerator(
@@ -285,6 +295,8 @@ def generate_report(
         decode_rows=1,
     )
     text = tokenizer.stream()
+    for token in prompt_ids:  # a word's leading space may depend on what stands before it
+        text.push(token)
     pieces: list[str] = []
 
     def show(piece: str) -> None:
@@ -312,7 +324,9 @@ def generate_report(
         "text": "".join(pieces),
         "token_ids": token_ids,
         "finish_reason": finish_reason,
-        "tokens_per_second": round(times.decode_tokens / max(times.decode_seconds, 1e-9), 2),
+        "tokens_per_second": (
+            round(times.decode_tokens / times.decode_seconds, 2) if times.decode_tokens else None
+        ),
         "prefill_tokens_per_second": round(
             times.prefill_tokens / max(times.prefill_seconds, 1e-9), 2
         ),
@@ -322,23 +336,77 @@ def generate_report(
     }
 
 
+def sampling_params(arguments: argparse.Namespace, stop_token_ids: Sequence[int]) -> Any:
+    """Read the sampling arguments; `demo` has only --max-new-tokens."""
+    from stage0_reference.sampling import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=getattr(arguments, "temperature", 0.0),
+        top_k=getattr(arguments, "top_k", 0),
+        top_p=getattr(arguments, "top_p", 1.0),
+        seed=getattr(arguments, "seed", 0),
+        stop_token_ids=tuple(stop_token_ids),
+    )
+
+
+def print_json(report: Any) -> None:
+    """Print one line of strict JSON: a number that is not finite becomes null."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strict(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [strict(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(strict(report), allow_nan=False))
+
+
+def _rate(report: dict[str, Any]) -> str:
+    rate = report["tokens_per_second"]
+    return "-" if rate is None else f"{rate:.1f}"
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin must be UTF-8 text: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path} must be UTF-8 text: {error}") from error
+
+
+def _unit(tokenizer: Any) -> str:
+    """Name what a token is: the shipped model's are bytes."""
+    from stage0_reference.tokenizer import ByteTokenizer
+
+    return "byte" if isinstance(tokenizer, ByteTokenizer) else "token"
+
+
 def run_generate(arguments: argparse.Namespace) -> int:
     """`snapmla generate`."""
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise ValueError("PROMPT must not be empty")
+    sampling_params(arguments, ())  # refuse what can be refused before a large model loads
     model = load_from_arguments(arguments)
     report = generate_report(
         model, arguments, prompt, stage=arguments.stage, stream_text=not arguments.json
     )
     if arguments.json:
-        print(json.dumps(report))
+        print_json(report)
     else:
         print(
             f"[stage {report['stage']}: {report['attention']}; {report['device']}, "
             f"{report['dtype']}]\n"
             f"[{len(report['token_ids'])} tokens ({report['finish_reason']}), "
-            f"{report['tokens_per_second']:.1f} tokens/s; cache "
+            f"{_rate(report)} tokens/s; cache "
             f"{report['cache_bytes_per_token_per_layer']} bytes per token and layer]",
             file=sys.stderr,
         )
@@ -362,11 +430,9 @@ def eval_report(
             f"--context must be at most the model's {decoder.config.max_position_embeddings} "
             f"positions; got {context}"
         )
-    if arguments.windows < 0:
-        raise ValueError(f"--windows must be at least 0 (0 takes all); got {arguments.windows}")
     files = getattr(arguments, "text", None)
     texts = (
-        [path.read_text(encoding="utf-8") for path in files]
+        [_read_text(path) for path in files]
         if files
         else [data.decode("utf-8") for _, data in load_heldout()]
     )
@@ -396,8 +462,14 @@ def eval_report(
     }
 
 
+def _check_windows(arguments: argparse.Namespace) -> None:
+    if arguments.windows < 0:
+        raise ValueError(f"--windows must be at least 0 (0 takes all); got {arguments.windows}")
+
+
 def run_eval(arguments: argparse.Namespace) -> int:
     """`snapmla eval`."""
+    _check_windows(arguments)
     model = load_from_arguments(arguments)
     report = eval_report(
         model,
@@ -407,11 +479,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
         longest_context=arguments.longest_context,
     )
     if arguments.json:
-        print(json.dumps(report))
+        print_json(report)
     else:
         print(
-            f"loss {report['loss']:.4f} nats/token (standard error {report['standard_error']:.4f} "
-            f"over {report['windows']} windows, {report['tokens']} tokens)\n"
+            f"loss {report['loss']:.4f} nats/{_unit(model.tokenizer)} (standard error "
+            f"{report['standard_error']:.4f} over {report['windows']} windows, "
+            f"{report['tokens']} tokens)\n"
             f"context {report['context']}, stage {report['stage']}: {report['attention']}; "
             f"{report['device']}, {report['dtype']}"
         )
@@ -422,46 +495,66 @@ def run_demo(arguments: argparse.Namespace) -> int:
     """`snapmla demo`: every installed stage on the shipped model (or `--model`)."""
     from stage0_reference.attention_backend import available_stages
 
+    _check_windows(arguments)
+    sampling_params(arguments, ())
     model = load_from_arguments(arguments)
     stages = available_stages()
+    longest = model.decoder.config.max_position_embeddings
+    contexts = sorted({min(context, longest) for context in DEMO_CONTEXTS})
     columns = []
     for stage in stages:
         show = stage == stages[0] and not arguments.json
         report = generate_report(model, arguments, DEMO_PROMPT, stage=stage, stream_text=show)
         report["heldout_loss"] = {
             context: eval_report(
-                model, arguments, stage=stage, context=context, longest_context=max(DEMO_CONTEXTS)
+                model, arguments, stage=stage, context=context, longest_context=max(contexts)
             )
-            for context in DEMO_CONTEXTS
+            for context in contexts
         }
         columns.append(report)
     if arguments.json:
-        print(json.dumps(columns))
+        print_json({"stages": columns})
         return 0
     first = columns[0]
     rows: list[tuple[str, list[str]]] = [
-        ("tokens/s", [f"{c['tokens_per_second']:.1f}" for c in columns]),
+        ("tokens/s", [_rate(c) for c in columns]),
         (
             "cache bytes per token and layer",
             [str(c["cache_bytes_per_token_per_layer"]) for c in columns],
         ),
     ]
-    for context in DEMO_CONTEXTS:
+    unit = _unit(model.tokenizer)
+    for context in contexts:
         rows.append(
             (
-                f"held-out nats/byte, context {context}",
+                f"held-out nats/{unit}, context {context}",
                 [f"{c['heldout_loss'][context]['loss']:.4f}" for c in columns],
             )
         )
-    same = [c["token_ids"] == first["token_ids"] for c in columns]
-    rows.append(("same tokens as stage 0", ["yes" if s else "no" for s in same]))
+    rows.append(
+        (
+            "generated tokens like stage 0's",
+            [str(_common_length(c["token_ids"], first["token_ids"])) for c in columns],
+        )
+    )
     width = max(len(label) for label, _ in rows)
     print(f"\n{'':{width}}" + "".join(f"{f'stage {c}':>11}" for c in stages))
     for label, cells in rows:
         print(f"{label:{width}}" + "".join(f"{cell:>11}" for cell in cells))
-    tokens = first["heldout_loss"][DEMO_CONTEXTS[0]]["tokens"]
-    print(f"\n{first['device']}, {first['dtype']}; loss over {tokens} held-out bytes")
+    tokens = first["heldout_loss"][contexts[0]]["tokens"]
+    print(
+        f"\n{first['device']}, {first['dtype']}; {len(first['token_ids'])} tokens generated, "
+        f"loss over {tokens} held-out {unit}s"
+    )
     return 0
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens agree before the first that differs."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -476,19 +569,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_refusal(error):
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _is_refusal(error):
             raise
         print(f"snapmla {parsed.command}: error: {error}", file=sys.stderr)
         return 2
     return status
 
 
-def _is_refusal(error: RuntimeError) -> bool:
+def _is_refusal(error: Exception) -> bool:
     """Tell a refusal that names its remedy from a bug, whose traceback is wanted."""
+    import torch
+
     from stage0_reference.page_allocator import OutOfPages
 
-    return isinstance(error, OutOfPages | NotImplementedError)
+    refusals = (ValueError, OSError, NotImplementedError, OutOfPages, torch.OutOfMemoryError)
+    # On a CPU torch has no error of its own for memory that is not to be had.
+    return isinstance(error, refusals) or "allocate memory" in str(error)
 
 
 if __name__ == "__main__":

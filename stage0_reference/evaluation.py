@@ -24,6 +24,9 @@ from torch import Tensor
 from stage0_reference.attention_backend import AttentionBackend
 from stage0_reference.decoder import CachedAttention, Decoder
 
+SCORED_TOKENS = 256
+"""Tokens scored at the end of each window."""
+
 
 class Window(NamedTuple):
     """Tokens to read and how many at the end to score.
@@ -68,7 +71,7 @@ def choose_windows(
     context: int,
     *,
     longest_context: int,
-    scored_tokens: int = 256,
+    scored_tokens: int = SCORED_TOKENS,
     max_windows: int | None = None,
 ) -> list[Window]:
     """Cut windows whose scored tokens are the same for every context up to `longest_context`.
@@ -138,7 +141,23 @@ def heldout_loss(
         Pages of the cache and tokens computed at once.
     progress
         Called with the number of windows done.
+
+    Raises
+    ------
+    ValueError
+        No window, a token outside the vocabulary, or a loss that is not a number.
     """
+    if not windows:
+        raise ValueError("windows must hold at least one window; got none")
+    for name, value in (("page_size", page_size), ("chunk", chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    largest = max(max(window.token_ids) for window in windows)
+    if largest >= decoder.config.vocab_size:
+        raise ValueError(
+            f"windows must hold token ids below vocab_size = {decoder.config.vocab_size}; "
+            f"got {largest}. Does the tokenizer belong to this model?"
+        )
     longest = max(len(window.token_ids) for window in windows) - 1
     num_pages = -(-longest // page_size)
     device = decoder.device
@@ -172,6 +191,11 @@ def heldout_loss(
             progress(done)
     token_losses = torch.cat(losses).float()
     loss, standard_error = mean_over_windows(token_losses, len(windows))
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss must be a number; got {loss}. The weights or the cache hold values that "
+            "overflow: try a wider dtype"
+        )
     return LossReport(loss, standard_error, len(token_losses), len(windows), token_losses)
 
 

@@ -26,6 +26,7 @@ import torch
 from stage0_reference.attention_backend import AttentionBackend, cache_bytes_per_token
 from stage0_reference.decoder import CachedAttention, Decoder
 from stage0_reference.latent_cache import copy_pages
+from stage0_reference.mixture_of_experts import BATCHED_EXPERTS_MAX_ROWS
 from stage0_reference.page_allocator import (
     OutOfPages,
     PageAllocator,
@@ -133,6 +134,13 @@ class TextGenerator:
         for name, value in (("prefill_chunk", prefill_chunk), ("decode_rows", decode_rows)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
+        has_experts = any(map(decoder.config.is_moe_layer, range(decoder.config.num_hidden_layers)))
+        if has_experts and decode_rows > BATCHED_EXPERTS_MAX_ROWS:
+            raise ValueError(
+                f"decode_rows must be at most {BATCHED_EXPERTS_MAX_ROWS} for a model with experts "
+                "(beyond, a row's bits would depend on where other rows are routed); "
+                f"got {decode_rows}"
+            )
         self.decoder = decoder
         self.backend = backend
         self.prefill_chunk = prefill_chunk

@@ -72,6 +72,9 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)  # the bias chooses; it does not weight
         if config.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            if config.model_type == "deepseek_v2":
+                # DeepSeek-V2's own code normalises *instead of* scaling; no published V2 does it.
+                return weights, chosen
         return weights * config.routed_scaling_factor, chosen
 
     def _keep_best_groups(

@@ -208,6 +208,9 @@ class ModelConfig:
             A model type, rope type, routing or activation that is not supported.
         """
         path = Path(directory) / "config.json"
+        if not Path(directory).is_dir():
+            kind = "is a file" if Path(directory).exists() else "does not exist"
+            raise FileNotFoundError(f"checkpoint directory {directory} {kind}")
         if not path.is_file():
             raise FileNotFoundError(
                 f"no config.json in {directory}: expected a checkpoint directory laid out as on "
@@ -276,6 +279,15 @@ class ModelConfig:
             )
             if fields.get(name) is not None
         }
+        if not second_generation:
+            # What transformers' DeepseekV3Config assumes where a file is silent.
+            assumed = {
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "n_group": 8,
+                "topk_group": 4,
+            }
+            optional = assumed | optional
         eos = fields.get("eos_token_id")
         config = cls(
             model_type=model_type,
@@ -359,7 +371,22 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
             f"rope type {rope_type!r} is not supported; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
+    for name in (
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+    ):
+        value = parameters.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} of {spelling} must be a number; got {value!r}")
     theta = parameters.get("rope_theta", fields.get("rope_theta"))
+    if theta is not None and not (isinstance(theta, int | float) and theta > 0.0):
+        raise ValueError(f"rope_theta must be a positive number; got {theta!r}")
     original = parameters.get("original_max_position_embeddings")
     longest = fields.get("max_position_embeddings") or 4096
     factor = parameters.get("factor")

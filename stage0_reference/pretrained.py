@@ -86,6 +86,7 @@ def load_model(
     Raises as `load_decoder` and `load_tokenizer`.
     """
     directory = shipped_checkpoint() if directory is None else Path(directory)
+    ModelConfig.from_directory(directory)  # the first thing to be wrong about a directory
     tokenizer = load_tokenizer(directory)
     decoder = load_decoder(directory, dtype=dtype, device=device, progress=progress)
     return LoadedModel(decoder, tokenizer)

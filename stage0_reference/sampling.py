@@ -50,6 +50,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be finite and at least 0; got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 keeps all tokens); got {self.top_k}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must fit 64 bits; got {self.seed}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
 
@@ -58,7 +60,8 @@ def token_probabilities(
     logits: Float[Tensor, " vocab_size"], params: SamplingParams
 ) -> Float[Tensor, " vocab_size"]:
     """Probabilities that `params` leave, float64; temperature must be above 0."""
-    scaled = logits.double() / params.temperature
+    # The largest becomes 0: however small the temperature, nothing overflows upwards.
+    scaled = (logits.double() - logits.double().max()) / params.temperature
     ranked, order = scaled.sort(descending=True, stable=True)
     if 0 < params.top_k < len(ranked):
         ranked[params.top_k :] = -math.inf
@@ -92,10 +95,10 @@ def sample_token(
         A logit is NaN, or none is finite: the model is broken, and a token would hide it.
     """
     logits = logits.cpu()
-    if bool(logits.isnan().any()) or not bool(logits.isfinite().any()):
+    if not math.isfinite(float(logits.max())):  # a NaN is its own maximum
         raise ValueError(
-            "logits must be numbers with at least one finite; got NaN or only infinities. The "
-            "weights or the cache hold values that overflow: try a wider dtype"
+            "logits must be numbers with a finite maximum; got NaN or infinity. The weights or the "
+            "cache hold values that overflow: try a wider dtype"
         )
     if params.temperature == 0.0:
         return int(logits.argmax())

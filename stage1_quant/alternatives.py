@@ -19,12 +19,14 @@ from torch import Tensor
 from stage0_reference.absorbed_backend import AbsorbedBackend
 from stage0_reference.latent_attention import AttentionOutput, latent_attention
 from stage0_reference.latent_cache import Bf16LatentPages, LatentRows, check_table, gather_packed
-from stage1_quant.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from stage1_quant.e4m3 import decode_e4m3, encode_e4m3
 from stage1_quant.quantize import (
     SMALLEST_SCALE,
     ScaleFormat,
     dequantize_rows,
+    divide,
     quantize_rows,
+    token_scale,
 )
 
 E5M2_MAX = torch.finfo(torch.float8_e5m2).max
@@ -65,7 +67,7 @@ def round_trip_e4m3(
     x: Float[Tensor, "*shape"], amax: Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
     """Quantise to e4m3 under the scale ``amax / 448`` and back; `amax` broadcasts against `x`."""
-    scale = amax.clamp(min=E4M3_MAX * SMALLEST_SCALE) / E4M3_MAX
+    scale = token_scale(amax, "amax")
     return decode_e4m3(encode_e4m3(x / scale)) * scale
 
 
@@ -117,14 +119,14 @@ def _per_tile(c_kv: Tensor, k_rope: Tensor) -> LatentRows:
 
 def _e5m2(c_kv: Tensor, k_rope: Tensor) -> LatentRows:
     amax = c_kv.abs().amax(dim=-1, keepdim=True)
-    scale = amax.clamp(min=E5M2_MAX * SMALLEST_SCALE) / E5M2_MAX
+    scale = divide(amax.clamp(min=E5M2_MAX * SMALLEST_SCALE), E5M2_MAX)
     codes = (c_kv / scale).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
     return LatentRows(codes.float() * scale, _bf16(k_rope))
 
 
 def _int8(c_kv: Tensor, k_rope: Tensor) -> LatentRows:
     amax = c_kv.abs().amax(dim=-1, keepdim=True)
-    scale = amax.clamp(min=INT8_MAX * SMALLEST_SCALE) / INT8_MAX
+    scale = divide(amax.clamp(min=INT8_MAX * SMALLEST_SCALE), INT8_MAX)
     codes = (c_kv / scale).round().clamp(-INT8_MAX, INT8_MAX)
     return LatentRows(codes * scale, _bf16(k_rope))
 

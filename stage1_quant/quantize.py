@@ -91,9 +91,9 @@ def token_scale(
     """
     check_scale_format(scale_format)
     if scale_format == "amax":
-        return _divide(amax.clamp(min=E4M3_MAX * SMALLEST_SCALE), E4M3_MAX)
+        return divide(amax.clamp(min=E4M3_MAX * SMALLEST_SCALE), E4M3_MAX)
     # frexp gives ratio = mantissa * 2^exponent with mantissa in [0.5, 1): exact, unlike log2.
-    ratio = _divide(amax.clamp(min=E4M3_ROUNDS_TO_MAX * SMALLEST_SCALE), E4M3_ROUNDS_TO_MAX)
+    ratio = divide(amax.clamp(min=E4M3_ROUNDS_TO_MAX * SMALLEST_SCALE), E4M3_ROUNDS_TO_MAX)
     finite = ratio.nan_to_num(nan=1.0)
     mantissa, exponent = torch.frexp(finite)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
@@ -101,7 +101,7 @@ def token_scale(
     return scale.masked_fill(amax.isnan(), float("nan"))
 
 
-def _divide(x: Float[Tensor, " *tokens"], divisor: float) -> Float[Tensor, " *tokens"]:
+def divide(x: Float[Tensor, "*shape"], divisor: float) -> Float[Tensor, "*shape"]:
     """Divide by a number, rounding once: on CUDA ``x / 448.0`` multiplies by a rounded 1 / 448."""
     return x / torch.full_like(x, divisor)
 
@@ -127,7 +127,8 @@ def quantize_rows(
     -------
     QuantizedRows
         ``|codes * scale - c_kv| <= max(2^-4 |c_kv|, 2^-10 scale)`` up to float32 rounding, and
-        ``rope * scale`` within BF16's rounding of k_rope.
+        ``rope * scale`` within BF16's rounding of k_rope, for ``|k_rope| <= 2^16`` and any latent
+        (an aligned value beyond BF16's range saturates).
 
     Raises
     ------

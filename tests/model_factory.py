@@ -36,6 +36,10 @@ TINY_SIZES: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 14,
     "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
 }
 """A mixture model of about 60,000 parameters; field names as in config.json."""
 

@@ -55,7 +55,7 @@ def test_same_seed_same_text(capsys):
 
 
 def test_prompt_from_stdin(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("import re\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import re\n")))
     status, out, _ = run(capsys, "generate", "-", "--max-new-tokens", "3")
     assert status == 0
     assert out.startswith("import re\n")
@@ -99,10 +99,15 @@ def test_eval_scores_a_file_of_ones_own(capsys, tmp_path):
         (["generate", "x", "--stage", "9"], "stage must be one of 0"),
         (["generate", "x", "--device", "abacus"], "--device must be auto, cpu or cuda"),
         (["generate", "x", "--device", "cuda:99"], "--device cuda:99 is not on this machine"),
-        (["generate", "x", "--model", "nowhere"], "nowhere"),
+        (["generate", "x", "--model", "nowhere"], "directory nowhere does not exist"),
+        (["generate", "x", "--model", "Makefile"], "directory Makefile is a file"),
+        (["generate", "x", "--page-size", str(10**13)], "allocate memory"),
         (["generate", "x", "--page-size", "0"], "--page-size must be at least 1"),
         (["eval", "--context", "100"], "context must be above 256"),
         (["eval", "--context", "9999"], "--context must be at most the model's 4096"),
+        (["eval", "--page-size", "0"], "--page-size must be at least 1"),
+        (["generate", "x", "--seed", "9" * 30], "seed must fit 64 bits"),
+        (["generate", "x", "--model", "nowhere", "--stage", "9"], "stage must be one of 0"),
         (["eval", "--windows", "-1"], "--windows must be at least 0"),
         (["eval", "--text", "missing.txt"], "missing.txt"),
         (["paint"], "invalid choice: 'paint'"),
@@ -126,9 +131,36 @@ def test_help_names_every_option_with_a_reason(capsys, command):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_json_is_strict_where_a_number_is_missing(capsys):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    status, out, _ = run(
+        capsys,
+        *("eval", "--context", "300", "--longest-context", "300", "--windows", "1", "--json"),
+    )
+    assert status == 0
+    assert json.loads(out, parse_constant=refuse)["standard_error"] is None
+    status, out, _ = run(capsys, "generate", "--json", "x", "--max-new-tokens", "1")
+    assert json.loads(out, parse_constant=refuse)["tokens_per_second"] is None
+
+
+def test_text_that_is_not_utf8_is_named(capsys, tmp_path, monkeypatch):
+    binary = tmp_path / "picture.png"
+    binary.write_bytes(b"\x89PNG\xff")
+    status, _, err = run(capsys, "eval", "--text", str(binary))
+    assert status == 2
+    assert "picture.png must be UTF-8 text" in err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    status, _, err = run(capsys, "generate", "-")
+    assert status == 2
+    assert "stdin must be UTF-8 text" in err
+
+
 def test_demo_shows_a_column_per_stage(capsys):
     status, out, _ = run(capsys, "demo", "--windows", "1", "--max-new-tokens", "8")
     assert status == 0
     assert "stage 0" in out
     assert "1152" in out
+    assert "held-out nats/byte, context 4096" in out
     assert max(map(len, out.splitlines())) <= 80

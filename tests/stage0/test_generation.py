@@ -251,6 +251,12 @@ def test_impossible_prompts_are_refused_by_name(prompts, message):
         make_generator(small_decoder()).stream(prompts, SamplingParams())
 
 
+def test_more_decode_rows_than_keep_experts_invariant_are_refused():
+    with pytest.raises(ValueError, match="decode_rows must be at most 128 for a model with exp"):
+        make_generator(small_decoder(mixture=True), decode_rows=200)
+    make_generator(small_decoder(), decode_rows=200)
+
+
 def test_one_sampling_params_per_prompt_or_one_for_all():
     with pytest.raises(ValueError, match=r"one per prompt \(2\); got 3"):
         make_generator(small_decoder()).stream([[1], [2]], [SamplingParams()] * 3)

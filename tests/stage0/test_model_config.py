@@ -435,9 +435,9 @@ OPTIONAL = (
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_null_means_absent(name: str) -> None:
-    without: dict[str, Any] = {name: ...}
-    absent = ModelConfig.from_dict(config_fields(**without))
-    assert ModelConfig.from_dict(config_fields() | {name: None}) == absent
+    base: dict[str, Any] = {"n_routed_experts": 16, "n_group": 8, "topk_group": 4}
+    absent = ModelConfig.from_dict(config_fields(**{**base, name: ...}))
+    assert ModelConfig.from_dict(config_fields(**{**base, name: None})) == absent
 
 
 _LINEAR = {"type": "linear", "factor": 2.0}
@@ -678,9 +678,46 @@ def test_a_directory_is_read_as_its_file(
 
 
 def test_an_absent_config_is_refused_with_the_expected_layout(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(FileNotFoundError, match="no config.json in .*expected a checkpoint"):
-            ModelConfig.from_directory(directory)
+    with pytest.raises(FileNotFoundError, match="no config.json in .*expected a checkpoint"):
+        ModelConfig.from_directory(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        ModelConfig.from_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "assumed"),
+    [("deepseek_v3", (True, 2.5, 8, 4)), ("deepseek_v2", (False, 1.0, 1, 1))],
+)
+def test_routing_that_a_file_leaves_out_is_what_transformers_assumes(model_type, assumed):
+    silent = dict.fromkeys(
+        ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"), ...
+    )
+    config = ModelConfig.from_dict(config_fields(model_type, n_routed_experts=16, **silent))
+    got = (
+        config.norm_topk_prob,
+        config.routed_scaling_factor,
+        config.n_group,
+        config.topk_group,
+    )
+    assert got == assumed
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"type": "yarn", "factor": "2"}, "factor of rope_scaling must be a number; got '2'"),
+        ({"type": "yarn", "factor": True}, "factor of rope_scaling must be a number; got True"),
+    ],
+)
+def test_rotary_fields_that_are_no_numbers_are_refused_by_name(rope, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(config_fields(rope_scaling=rope))
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, "10000"])
+def test_a_base_that_is_not_positive_is_refused(theta):
+    with pytest.raises(ValueError, match="rope_theta must be a positive number"):
+        ModelConfig.from_dict(config_fields(rope_theta=theta))
 
 
 @pytest.mark.parametrize(

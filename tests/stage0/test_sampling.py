@@ -81,8 +81,16 @@ def test_same_seed_same_tokens_other_seed_others():
     assert draw(3) != draw(4)
 
 
+@pytest.mark.parametrize("temperature", [1e-308, 1e-320, 1e-3])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    params = SamplingParams(temperature=temperature)
+    assert sample_token(torch.tensor([1.0, 5.0, 2.0, -3.0]), params, stream()) == 1
+
+
 @pytest.mark.parametrize(
-    "logits", [[0.0, float("nan")], [float("-inf")] * 3], ids=["nan", "nothing-finite"]
+    "logits",
+    [[0.0, float("nan")], [float("-inf")] * 3, [0.0, float("inf")]],
+    ids=["nan", "nothing-finite", "infinite"],
 )
 def test_broken_logits_are_refused(logits):
     with pytest.raises(ValueError, match="logits must be numbers"):

@@ -71,7 +71,7 @@ def test_pictures_are_png_files(study, name):
     [
         (["--windows", "1"], "--windows must be at least 2"),
         (["--samples", "0"], "--samples must be at least 1"),
-        (["--contexts", "100"], "context must be above 256"),
+        (["--contexts", "100"], "--contexts must be above 256"),
         (["--contexts", "9000"], "--contexts must be at most the model's 4096"),
     ],
 )
