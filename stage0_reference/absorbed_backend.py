@@ -103,6 +103,9 @@ class AbsorbedBackend:
         block_table: Int[Tensor, "batch max_pages"],
         cache_seqlens: Int[Tensor, " batch"],
     ) -> LatentRows:
-        """Give back cached rows, packed [sum of cache_seqlens, .]. Raises as `check_table`."""
+        """Give back cached rows, packed [sum of cache_seqlens, .]. Raises as `check_table`.
+
+        A request with a negative page id below its length has no rows here.
+        """
         lengths = check_table(block_table, cache_seqlens, *cache.c_kv.shape[:2])
         return LatentRows(*gather_packed(cache, block_table, lengths))

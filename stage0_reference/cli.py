@@ -111,7 +111,7 @@ def add_model_arguments(
         default="auto",
         choices=("auto", "bfloat16", "float32", "float64"),
         help="of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU, where "
-        "it is faster. The cache is BF16 either way (default: auto)",
+        "it is faster. The cache keeps its stage's own format (default: auto)",
     )
     if model:
         group.add_argument(

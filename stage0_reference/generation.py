@@ -7,7 +7,9 @@ token a step. Two rules keep a request's tokens independent of its batch mates, 
   up to such a boundary, so every product over prompt tokens has the same shape alone, in a batch,
   and after a cache hit;
 - decoding always runs on exactly `decode_rows` rows. Unused rows are padding (slot -1, length 0),
-  which is also what a captured CUDA graph would need.
+  which is also what a captured CUDA graph would need. (Which of the rows a request has does not
+  matter where a row's width is a multiple of 16 bytes, as in every published model; at other widths
+  a matrix library may start a row at an address that it rounds differently from.)
 
 What it leaves out: requests that arrive while others run, and running with fewer pages than all
 requests together may need. A batch that might not fit is refused before anything is written.

@@ -40,7 +40,8 @@ class AttentionOutput(NamedTuple):
     out
         Weighted values, one row per query and head; 0 where nothing is visible.
     lse
-        Natural logarithm of the softmax denominator, f32; -inf where nothing is visible.
+        Natural logarithm of the softmax denominator, f32 (f64 for float64 inputs); -inf where
+        nothing is visible.
     """
 
     out: Tensor

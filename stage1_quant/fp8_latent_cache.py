@@ -187,6 +187,8 @@ def fetch_dequant(
 ) -> LatentRows:
     """Give back the cached rows of every request in BF16, packed [sum of cache_seqlens, .].
 
+    A request with a negative page id below its length has no rows here.
+
     Raises
     ------
     ValueError
