@@ -306,6 +306,19 @@ class ScoredBlock(NamedTuple):
     values: Tensor
 
 
+def last_visible_token(
+    length: Int[Tensor, " batch"], s_q: int, heads: int, *, causal: bool
+) -> Int[Tensor, "batch rows"]:
+    """Position of the last token that each query row (query by query, all heads) may see.
+
+    Query i of a request sees token t when ``t <= length - s_q + i``; all tokens without `causal`.
+    """
+    last = (length - 1)[:, None].expand(-1, s_q)
+    if causal:
+        last = last - s_q + 1 + torch.arange(s_q, device=length.device)
+    return last.repeat_interleave(heads, dim=1)
+
+
 def online_attention(
     read_block: Callable[[Int[Tensor, " tokens"]], ScoredBlock],
     q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
@@ -346,12 +359,8 @@ def online_attention(
             f"({len(lengths)}); got {batch}"
         )
     device, wide = q_latent.device, accumulation_dtype(q_latent.dtype)
-    length = torch.tensor(lengths, device=device)
-    # Key t is visible to query i when t <= last_visible[b, i].
-    last_visible = length[:, None] - 1
-    if causal:
-        last_visible = last_visible - s_q + 1 + torch.arange(s_q, device=device)
-    last_visible = last_visible.expand(batch, s_q).repeat_interleave(heads, dim=1)
+    length = torch.tensor(lengths, dtype=torch.int64, device=device)
+    last_visible = last_visible_token(length, s_q, heads, causal=causal)
 
     running_max = torch.full((batch, s_q * heads), float("-inf"), dtype=wide, device=device)
     running_sum = torch.zeros(batch, s_q * heads, dtype=wide, device=device)

@@ -31,6 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from stage0_reference.latent_attention import AttentionOutput, accumulation_dtype
+from stage0_reference.latent_cache import last_visible_token
 from stage1_quant.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 BLOCK_TOKENS = 64
@@ -199,11 +200,8 @@ def rescaled_pv_attention(
     """
     batch, s_q, heads, width = q_latent.shape
     device, wide = q_latent.device, accumulation_dtype(q_latent.dtype)
-    length = torch.tensor(lengths, device=device)
-    last_visible = length[:, None] - 1
-    if causal:
-        last_visible = last_visible - s_q + 1 + torch.arange(s_q, device=device)
-    last_visible = last_visible.expand(batch, s_q).repeat_interleave(heads, dim=1)
+    length = torch.tensor(lengths, dtype=torch.int64, device=device)
+    last_visible = last_visible_token(length, s_q, heads, causal=causal)
 
     state = initial_state(batch, s_q * heads, width, dtype=wide, device=device)
     longest = max(lengths, default=0)
