@@ -8,6 +8,7 @@ subparsers and registers itself.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -73,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@functools.cache  # several subcommands show it
 def _describe_stages() -> str:
     from stage0_reference.attention_backend import available_stages, load_backend
 
@@ -338,7 +340,7 @@ def generate_report(
 
 
 def sampling_params(arguments: argparse.Namespace, stop_token_ids: Sequence[int]) -> Any:
-    """Read the sampling arguments; `demo` has only --max-new-tokens."""
+    """Read the sampling arguments; `demo` fixes temperature and seed and has no filters."""
     from stage0_reference.sampling import SamplingParams
 
     return SamplingParams(

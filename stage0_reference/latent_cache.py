@@ -57,6 +57,13 @@ class Bf16LatentPages(NamedTuple):
     k_rope: Tensor
 
 
+def check_pool_size(num_pages: int, page_size: int) -> None:
+    """Refuse a pool without a page, or pages without a token."""
+    for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+
+
 def allocate_pages(
     num_pages: int,
     page_size: int,
@@ -67,9 +74,7 @@ def allocate_pages(
     device: torch.device | str = "cpu",
 ) -> Bf16LatentPages:
     """Allocate one layer's planes, uninitialised: a slot means nothing until it is written."""
-    for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    check_pool_size(num_pages, page_size)
     return Bf16LatentPages(
         torch.empty(num_pages, page_size, kv_lora_rank, dtype=dtype, device=device),
         torch.empty(num_pages, page_size, qk_rope_head_dim, dtype=dtype, device=device),

@@ -67,10 +67,9 @@ def token_probabilities(
         ranked[params.top_k :] = -math.inf
     probabilities = ranked.softmax(dim=-1)
     if params.top_p < 1.0:
-        # A token stays while those before it have not reached p; the likeliest always stays.
+        # A token stays while those before it have not reached p; nothing is before the likeliest.
         reached_before = probabilities.cumsum(dim=-1) - probabilities
         probabilities[reached_before >= params.top_p] = 0.0
-        probabilities[0] = probabilities[0].clamp(min=torch.finfo(torch.float64).tiny)
         probabilities /= probabilities.sum()
     return torch.zeros_like(probabilities).scatter(0, order, probabilities)
 

@@ -27,6 +27,7 @@ from stage0_reference.latent_attention import AttentionOutput
 from stage0_reference.latent_cache import (
     LatentRows,
     ScoredBlock,
+    check_pool_size,
     check_table,
     gather_packed,
     gather_planes,
@@ -72,9 +73,7 @@ def allocate_latent_pages(
     device: torch.device | str = "cpu",
 ) -> LatentPages:
     """Allocate one layer's planes, uninitialised: a slot means nothing until it is written."""
-    for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    check_pool_size(num_pages, page_size)
     pool = (num_pages, page_size)
     return LatentPages(
         torch.empty(*pool, kv_lora_rank, dtype=torch.float8_e4m3fn, device=device),

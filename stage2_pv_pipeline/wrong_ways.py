@@ -7,7 +7,7 @@ whole sequence, and its docstring says which input shows the damage;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -23,8 +23,6 @@ from stage2_pv_pipeline.rescaled_pv import (
     finish,
     initial_state,
 )
-
-WrongWay = Callable[[QuantizedBlock], AttentionOutput]
 
 
 def split_blocks(whole: QuantizedBlock) -> list[QuantizedBlock]:
