@@ -21,14 +21,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from stage0_reference.absorbed_backend import AbsorbedBackend
-from stage0_reference.attention_backend import AttentionBackend
+from stage0_reference.attention_backend import (
+    AttentionBackend,
+    available_stages,
+    load_backend,
+)
 from stage0_reference.decoder import Decoder
 from stage0_reference.evaluation import (
     LossReport,
@@ -41,6 +45,7 @@ from stage0_reference.latent_attention import AttentionOutput, latent_attention
 from stage0_reference.latent_cache import Bf16LatentPages, LatentRows, check_table, gather_packed
 from stage1_quant.alternatives import FORMATS, CacheFormat, RoundTripBackend
 from stage1_quant.fp8_backend import Fp8CacheBackend
+from stage1_quant.quantize import ScaleFormat
 
 RECORDED_QUERIES = 16
 """Queries kept per layer and window: the last tokens, which see the whole context."""
@@ -219,29 +224,37 @@ def _attend(sample: LayerSample, rows: LatentRows) -> Float[Tensor, "queries hea
     return out.out
 
 
+def format_backends() -> list[tuple[str, AttentionBackend]]:
+    """Every cache format, BF16 first, and stage 1 itself under both scale formats."""
+    return [
+        *((cache_format.name, RoundTripBackend(cache_format)) for cache_format in FORMATS),
+        *((f"stage1-{name}", Fp8CacheBackend(name)) for name in get_args(ScaleFormat)),
+    ]
+
+
+def stage_backends() -> list[tuple[str, AttentionBackend]]:
+    """Every installed stage, in order."""
+    return [(f"stage {stage}", load_backend(stage)) for stage in available_stages()]
+
+
 def loss_by_context(
     decoder: Decoder,
     documents: Sequence[Sequence[int]],
+    backends: Sequence[tuple[str, AttentionBackend]],
     *,
     contexts: Sequence[int],
     windows: int,
     progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Held-out loss of every format and of stage 1 itself, and what each adds to BF16's.
+    """Held-out loss of every backend, and what each adds to the first one's.
 
     Returns
     -------
     list of dict
-        Per format and context: `loss` (nats per token), `added`, the mean difference to BF16 on
-        the same tokens, and `added_standard_error`, its standard error over windows.
+        Per backend (`format`) and context: `loss` (nats per token), `added`, the mean difference
+        to the first backend on the same tokens, and `added_standard_error`, its standard error
+        over windows.
     """
-    backends: list[tuple[str, AttentionBackend]] = [
-        (cache_format.name, RoundTripBackend(cache_format)) for cache_format in FORMATS
-    ]
-    backends += [
-        (f"stage1-{scale_format}", Fp8CacheBackend(scale_format))
-        for scale_format in ("amax", "pow2")
-    ]
     table = []
     for context in contexts:
         chosen = choose_windows(
@@ -251,7 +264,7 @@ def loss_by_context(
         for name, backend in backends:
             progress(f"loss at context {context}: {name}")
             report = heldout_loss(decoder, backend, chosen)
-            baseline = report if baseline is None else baseline  # bf16 comes first
+            baseline = report if baseline is None else baseline
             added, added_error = mean_over_windows(
                 report.token_losses - baseline.token_losses, len(chosen)
             )

@@ -34,6 +34,27 @@ def register(commands: Any) -> None:
         "CPU cores; the committed results took --windows 48 --samples 4 --contexts 512 1024 2048 "
         "4096 --dtype float32 on a GPU.",
     )
+    _add_loss_arguments(parser)
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="windows and synthetic caches for ranges and errors (default: 2)",
+    )
+    parser.set_defaults(run=run_study_quant)
+
+    parser = parts.add_parser(
+        "stages",
+        help="held-out loss of every installed stage, side by side",
+        description="Held-out loss of every installed stage by context length, on the same "
+        "windows. Writes CSV, text and PNG files into DIR.",
+    )
+    _add_loss_arguments(parser)
+    parser.set_defaults(run=run_study_stages)
+
+
+def _add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
     parser.add_argument(
         "--windows", type=int, default=2, metavar="N", help="held-out windows per loss (default 2)"
@@ -46,15 +67,7 @@ def register(commands: Any) -> None:
         metavar="N",
         help="context lengths in tokens (default: 512 2048)",
     )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=2,
-        metavar="N",
-        help="windows and synthetic caches for ranges and errors (default: 2)",
-    )
     add_model_arguments(parser, stage=False, model=False)
-    parser.set_defaults(run=run_study_quant)
 
 
 def study_quant(
@@ -71,6 +84,7 @@ def study_quant(
     from stage0_reference.evaluation import choose_windows
     from stage0_reference.training.corpus import load_heldout
     from stage1_quant.sensitivity_study import (
+        format_backends,
         format_errors,
         loss_by_context,
         record_layers,
@@ -97,7 +111,12 @@ def study_quant(
         "errors_shipped": format_errors(shipped),
         "errors_synthetic": format_errors(synthetic),
         "loss": loss_by_context(
-            decoder, documents, contexts=contexts, windows=windows, progress=_say
+            decoder,
+            documents,
+            format_backends(),
+            contexts=contexts,
+            windows=windows,
+            progress=_say,
         ),
     }
 
@@ -106,12 +125,12 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def run_study_quant(arguments: argparse.Namespace) -> int:
-    """Run the study and write its files."""
+def _load_for_study(arguments: argparse.Namespace) -> Any:
+    """Refuse what the arguments get wrong, and load the model."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("study needs matplotlib for its plots: pip install 'snapmla[plots]'")
     for name, least in (("windows", 2), ("samples", 1)):  # one window has no standard error
-        if getattr(arguments, name) < least:
+        if getattr(arguments, name, least) < least:
             raise ValueError(f"--{name} must be at least {least}; got {getattr(arguments, name)}")
     if min(arguments.contexts) <= SCORED_TOKENS:
         raise ValueError(
@@ -125,6 +144,12 @@ def run_study_quant(arguments: argparse.Namespace) -> int:
             f"{model.decoder.config.max_position_embeddings} positions; "
             f"got {max(arguments.contexts)}"
         )
+    return model
+
+
+def run_study_quant(arguments: argparse.Namespace) -> int:
+    """Run the study of cache formats and write its files."""
+    model = _load_for_study(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     tables = study_quant(
         model,
@@ -134,22 +159,52 @@ def run_study_quant(arguments: argparse.Namespace) -> int:
     )
     facts = _facts(model, arguments)
     write_results(tables, facts, arguments.out)
+    _show(facts | tables, arguments)
+    return 0
+
+
+def run_study_stages(arguments: argparse.Namespace) -> int:
+    """Compare the losses of all installed stages and write the files."""
+    from stage0_reference.training.corpus import load_heldout
+    from stage1_quant.sensitivity_study import loss_by_context, stage_backends
+    from stage1_quant.study_plots import plot_loss
+
+    model = _load_for_study(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    loss = loss_by_context(
+        model.decoder,
+        [model.tokenizer.encode(data.decode()) for _, data in load_heldout()],
+        stage_backends(),
+        contexts=sorted(arguments.contexts),
+        windows=arguments.windows,
+        progress=_say,
+    )
+    facts = _facts(model, arguments)
+    (arguments.out / "loss.csv").write_text(_csv(loss))
+    (arguments.out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+    text = "\n".join([*_heading(facts), *_loss_table(loss, "Loss added to stage 0's")]) + "\n"
+    (arguments.out / "summary.txt").write_text(text)
+    plot_loss(loss, arguments.out / "loss.png")
+    _show(facts | {"loss": loss}, arguments)
+    return 0
+
+
+def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print_json(facts | tables)
+        print_json(report)
     else:
         print((arguments.out / "summary.txt").read_text(), end="")
-    return 0
 
 
 def _facts(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     device = model.decoder.device
-    setting = f"--windows {arguments.windows} --samples {arguments.samples} --contexts " + " ".join(
-        map(str, arguments.contexts)
-    )
+    samples = f" --samples {arguments.samples}" if hasattr(arguments, "samples") else ""
+    contexts = " ".join(map(str, arguments.contexts))
     return {
-        "command": f"snapmla study quant {setting} --dtype {arguments.dtype}",
+        "command": f"snapmla study {arguments.study} --windows {arguments.windows}{samples} "
+        f"--contexts {contexts} --dtype {arguments.dtype}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "dtype": str(model.decoder.dtype).removeprefix("torch."),
         "date": datetime.date.today().isoformat(),
@@ -202,8 +257,7 @@ def summary(tables: dict[str, Any], facts: dict[str, Any]) -> str:
     from stage1_quant.alternatives import FORMATS
 
     lines = [
-        f"{facts['command']}",
-        f"{facts['device']}, {facts['dtype']}, torch {facts['torch']}, {facts['date']}",
+        *_heading(facts),
         "",
         "Value ranges, shipped model on held-out text",
         f"{'layer':>6}{'part':>8}{'rms':>9}{'p99.9':>9}{'max':>9}{'token amax':>20}",
@@ -231,16 +285,30 @@ def summary(tables: dict[str, Any], facts: dict[str, Any]) -> str:
                 f"{row['rope_sqnr_db']:>9.1f}{row['latent_max_error']:>12.1e}"
                 f"{row['rope_max_error']:>10.1e}{row['output_error']:>10.1e}"
             )
-    contexts = sorted({row["context"] for row in tables["loss"]})
-    lines += ["", "Held-out loss added to BF16's, thousandths of a nat per byte (standard error)"]
-    lines.append(f"{'format':<16}" + "".join(f"{f'context {c}':>16}" for c in contexts))
-    for name in dict.fromkeys(row["format"] for row in tables["loss"]):
-        rows = {row["context"]: row for row in tables["loss"] if row["format"] == name}
+    lines += _loss_table(tables["loss"], "Held-out loss added to BF16's")
+    return "\n".join(lines) + "\n"
+
+
+def _heading(facts: dict[str, Any]) -> list[str]:
+    return [
+        facts["command"],
+        f"{facts['device']}, {facts['dtype']}, torch {facts['torch']}, {facts['date']}",
+    ]
+
+
+def _loss_table(loss: Sequence[dict[str, Any]], title: str) -> list[str]:
+    """Nats of the first row, thousandths of a nat added by the others."""
+    contexts = sorted({row["context"] for row in loss})
+    names = list(dict.fromkeys(row["format"] for row in loss))
+    lines = ["", f"{title}, thousandths of a nat per byte (standard error)"]
+    lines.append(f"{'':<16}" + "".join(f"{f'context {c}':>16}" for c in contexts))
+    for name in names:
+        rows = {row["context"]: row for row in loss if row["format"] == name}
         cells = (
             f"{rows[c]['loss']:.4f} nats"
-            if name == "bf16"
+            if name == names[0]
             else f"{rows[c]['added'] * 1e3:+.2f} ({rows[c]['added_standard_error'] * 1e3:.2f})"
             for c in contexts
         )
         lines.append(f"{name:<16}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(lines) + "\n"
+    return lines

@@ -83,12 +83,12 @@ def plot_format_errors(shipped: Table, synthetic: Table, path: Path) -> None:
 
 def plot_loss(table: Table, path: Path) -> None:
     """Draw what each format adds to the held-out loss, by context, with its standard error."""
-    names = list(dict.fromkeys(row["format"] for row in table if row["format"] != "bf16"))
+    names = list(dict.fromkeys(row["format"] for row in table))[1:]  # all but the baseline
     contexts = sorted({row["context"] for row in table})
     figure, panels = plt.subplots(
         1,
         len(contexts),
-        figsize=(2.4 + 2.6 * len(contexts), 4.4),
+        figsize=(2.4 + 2.6 * len(contexts), 1.4 + 0.3 * len(names)),
         sharex=True,
         sharey=True,
         squeeze=False,

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from stage0_reference import cli
+from stage0_reference.attention_backend import available_stages
 from stage1_quant.alternatives import FORMATS
 
 pytestmark = pytest.mark.stage1
@@ -64,6 +65,22 @@ def test_summary_fits_80_columns_and_names_its_setting(study):
 @pytest.mark.parametrize("name", ["value_ranges", "format_errors", "loss"])
 def test_pictures_are_png_files(study, name):
     assert (study / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_are_compared_on_the_same_windows(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = ["study", "stages", "--out", str(tmp_path), "--windows", "2", "--contexts", "300"]
+    assert cli.main(command) == 0
+    loss = rows(tmp_path / "loss.csv")
+    assert [row["format"] for row in loss] == [f"stage {n}" for n in available_stages()]
+    assert float(loss[0]["added"]) == 0.0
+    for row in loss:
+        difference = float(row["loss"]) - float(loss[0]["loss"])
+        assert abs(difference - float(row["added"])) < 1e-5  # six digits are written
+        assert row["tokens"] == "512"
+    text = (tmp_path / "summary.txt").read_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
