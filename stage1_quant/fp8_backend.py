@@ -16,6 +16,7 @@ from stage1_quant.fp8_latent_cache import (
     checked_lengths,
     fetch_dequant,
     fp8_latent_attention,
+    latent_rows,
 )
 from stage1_quant.quantize import DEFAULT_SCALE_FORMAT, ScaleFormat, check_scale_format
 
@@ -92,4 +93,4 @@ class Fp8CacheBackend:
         cache_seqlens: Int[Tensor, " batch"],
     ) -> LatentRows:
         """Give back cached rows in BF16, packed. Raises as `fetch_dequant`."""
-        return fetch_dequant(cache, block_table, cache_seqlens)
+        return latent_rows(fetch_dequant(cache, block_table, cache_seqlens), cache)

@@ -183,10 +183,16 @@ def fetch_dequant(
     cache: LatentPages,
     block_table: Int[Tensor, "batch max_pages"],
     cache_seqlens: Int[Tensor, " batch"],
-) -> LatentRows:
-    """Give back the cached rows of every request in BF16, packed [sum of cache_seqlens, .].
+) -> Float[Tensor, "total_tokens width"]:
+    """Give back the cached rows of every request in BF16, one request after the other.
 
     A request with a negative page id below its length has no rows here.
+
+    Returns
+    -------
+    Tensor
+        bfloat16 [sum of cache_seqlens, kv_lora_rank + qk_rope_head_dim]: the latent, then the
+        rotary key with its scale multiplied back. `latent_rows` takes the two apart.
 
     Raises
     ------
@@ -195,7 +201,11 @@ def fetch_dequant(
     """
     lengths = checked_lengths(cache, block_table, cache_seqlens)
     packed = QuantizedRows(*gather_packed(cache, block_table, lengths))
+    rows = torch.cat(dequantize_rows(packed), dim=-1)
     # Rounding up near BF16's end must not bring an infinity back.
-    return LatentRows(
-        *(part.clamp(-BF16_MAX, BF16_MAX).bfloat16() for part in dequantize_rows(packed))
-    )
+    return rows.clamp(-BF16_MAX, BF16_MAX).bfloat16()
+
+
+def latent_rows(packed: Float[Tensor, "total_tokens width"], cache: LatentPages) -> LatentRows:
+    """Take packed rows of this cache apart: views of their latents and rotary keys."""
+    return LatentRows(*packed.split((cache.codes.shape[-1], cache.rope.shape[-1]), dim=-1))

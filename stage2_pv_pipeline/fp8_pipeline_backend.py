@@ -6,17 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from stage0_reference.latent_attention import AttentionOutput
-from stage0_reference.latent_cache import gather_planes
 from stage1_quant.fp8_backend import Fp8CacheBackend
-from stage1_quant.fp8_latent_cache import (
-    LatentPages,
-    checked_lengths,
-    quantize_query_rows,
-    quantized_scores,
-    widen,
-)
-from stage1_quant.quantize import QuantizedRows
-from stage2_pv_pipeline.rescaled_pv import BLOCK_TOKENS, QuantizedBlock, rescaled_pv_attention
+from stage1_quant.fp8_latent_cache import LatentPages
+from stage2_pv_pipeline.decode import mla_decode
+from stage2_pv_pipeline.rescaled_pv import BLOCK_TOKENS
 
 
 class Fp8PipelineBackend(Fp8CacheBackend):
@@ -38,16 +31,14 @@ class Fp8PipelineBackend(Fp8CacheBackend):
         causal: bool = True,
     ) -> AttentionOutput:
         """Attend over one layer's cache; shapes, empty rows and refusals as in stage 0."""
-        lengths = checked_lengths(cache, block_table, cache_seqlens)
-        query = quantize_query_rows(q_latent, q_rope, self.scale_format)
-
-        def read_block(positions: Int[Tensor, " tokens"]) -> QuantizedBlock:
-            block = widen(QuantizedRows(*gather_planes(cache, block_table, positions)))
-            return QuantizedBlock(
-                quantized_scores(query, block, softmax_scale), block.codes, block.scale
-            )
-
-        out, lse = rescaled_pv_attention(
-            read_block, q_latent.float(), lengths, causal=causal, block_tokens=self.block_tokens
+        return mla_decode(
+            q_latent,
+            q_rope,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            scale_format=self.scale_format,
+            block_tokens=self.block_tokens,
         )
-        return AttentionOutput(out.to(q_latent.dtype), lse)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -38,6 +38,11 @@ BLOCK_TOKENS = 64
 """Tokens that share one scale of P: the paper's block, and a page of the usual size."""
 
 LOG2_E = math.log2(math.e)
+
+PFormat = Literal["e4m3", "bf16", "exact"]
+"""What P is rounded to for its product with the codes. "e4m3" is the paper's; "bf16" multiplies
+BF16 by widened codes, needs no sigma, and is what a portable kernel may find faster; "exact" rounds
+nothing."""
 
 SMALLEST_UNIT = 2.0**-60
 """Floor under a new sigma, relative to the largest contribution so far. O is divided by sigma: when
@@ -109,8 +114,16 @@ def quantize_probabilities(
     return decode_e4m3(encode_e4m3((scaled / sigma[..., None]).float())).to(scaled.dtype)
 
 
+def check_p_format(p_format: str) -> None:
+    """Refuse an unknown format of P by name."""
+    if p_format not in get_args(PFormat):
+        raise ValueError(
+            f"p_format must be one of {', '.join(get_args(PFormat))}; got {p_format!r}"
+        )
+
+
 def apply_block(
-    state: PipelineState, block: QuantizedBlock, *, quantize: bool = True
+    state: PipelineState, block: QuantizedBlock, *, p_format: PFormat = "e4m3"
 ) -> PipelineState:
     """Take one block of tokens into the online softmax.
 
@@ -120,8 +133,8 @@ def apply_block(
         Of the blocks before, in order.
     block
         Masked already: scores -inf where a row may not look, codes and scale finite everywhere.
-    quantize
-        Whether P is rounded to e4m3. Without it this is exact attention.
+    p_format
+        What P is rounded to; "exact" makes this exact attention.
 
     Returns
     -------
@@ -137,12 +150,20 @@ def apply_block(
     denominator = state.denominator * decay + p.sum(dim=-1)
 
     u = p * block.scale[:, None, :]  # scale fusion
+    if p_format == "bf16":  # its range is float32's: sigma stays 1
+        tile = u.bfloat16().to(u.dtype) @ block.codes
+        return state._replace(
+            max_log2=max_log2,
+            denominator=denominator,
+            accumulator=state.accumulator * decay[..., None] + tile,
+        )
     block_unit = u.amax(dim=-1) / torch.full_like(decay, E4M3_MAX)
     largest_unit = torch.maximum(state.largest_unit * decay, block_unit)
     floored = torch.maximum(block_unit, largest_unit * SMALLEST_UNIT)
     nothing = block_unit == 0.0
     sigma = torch.where(nothing, state.sigma, floored)
-    quantised = quantize_probabilities(u, sigma) if quantize else u / sigma[..., None]
+    rounded = p_format == "e4m3"
+    quantised = quantize_probabilities(u, sigma) if rounded else u / sigma[..., None]
 
     # Dequantisation is this ratio. Where the row has no past, O is 0 and any finite ratio will do.
     ratio = torch.where(decay > 0.0, decay * (state.sigma / sigma), 0.0)
@@ -169,7 +190,7 @@ def rescaled_pv_attention(
     block_tokens: int = BLOCK_TOKENS,
     first_token: int = 0,
     last_token: int | None = None,
-    quantize: bool = True,
+    p_format: PFormat = "e4m3",
 ) -> AttentionOutput:
     """Attend over a batch, block by block, both products on FP8 operands.
 
@@ -189,8 +210,8 @@ def rescaled_pv_attention(
     first_token, last_token
         Take only this range of positions (a split); default all. Splits are joined by
         `merge_partials`.
-    quantize
-        See `apply_block`.
+    p_format
+        See `PFormat`.
 
     Returns
     -------
@@ -198,6 +219,7 @@ def rescaled_pv_attention(
         `out` like q_latent but in the accumulation dtype (a partial is not rounded), `lse`
         [batch, s_q, heads].
     """
+    check_p_format(p_format)
     batch, s_q, heads, width = q_latent.shape
     device, wide = q_latent.device, accumulation_dtype(q_latent.dtype)
     length = torch.tensor(lengths, dtype=torch.int64, device=device)
@@ -218,7 +240,7 @@ def rescaled_pv_attention(
                 block.codes.masked_fill(absent[..., None], 0.0).to(wide),
                 block.scale.masked_fill(absent, 0.0).to(wide),
             ),
-            quantize=quantize,
+            p_format=p_format,
         )
     out, lse = finish(state)
     return AttentionOutput(out.view(q_latent.shape), lse.view(batch, s_q, heads))

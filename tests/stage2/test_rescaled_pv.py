@@ -103,7 +103,7 @@ def test_without_casts_it_is_exact_attention(
     seed, rows_shape, lengths, block, causal, binades, spread
 ):
     whole = draw(seed, len(lengths), rows_shape, 90, 5, spread=spread, binades=binades)
-    result = attend(whole, lengths, rows_shape, causal=causal, block_tokens=block, quantize=False)
+    result = attend(whole, lengths, rows_shape, causal=causal, block_tokens=block, p_format="exact")
     out, lse = exact(whole, lengths, rows_shape, causal)
     largest = float(whole.scores.abs().max())
     bound = rounding(90, U64, largest) * weight_sum(whole, lengths, rows_shape, causal)
@@ -223,7 +223,13 @@ def test_merging_splits_equals_one_pass(seed, cuts, order):
     edges = [0, *cuts, 90]
     parts = [
         attend(
-            whole, lengths, rows_shape, first_token=a, last_token=b, quantize=False, block_tokens=16
+            whole,
+            lengths,
+            rows_shape,
+            first_token=a,
+            last_token=b,
+            p_format="exact",
+            block_tokens=16,
         )
         for a, b in zip(edges[:-1], edges[1:], strict=True)
     ]
