@@ -1,0 +1,293 @@
+"""Launches: grids, block sizes and strides. Callers have validated; nothing here looks at values.
+
+Importing this module imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stage0_reference.latent_cache import Bf16LatentPages
+from stage0_reference.rope import Rotation
+from stage1_quant.fp8_latent_cache import LatentPages
+from stage1_quant.quantize import QuantizedRows
+from stage3_dataflow.execution_path import is_interpreting
+from stage3_dataflow.kernels.combine import combine_kernel
+from stage3_dataflow.kernels.fetch_dequant import fetch_dequant_kernel
+from stage3_dataflow.kernels.fused_k_append import fused_k_append_kernel
+from stage3_dataflow.kernels.fused_q_quant import fused_q_quant_kernel
+from stage3_dataflow.kernels.split_kv_decode import split_kv_decode_kernel
+from stage3_dataflow.split_plan import SPLIT_GRANULE, SplitRule
+
+WRITE_ROWS = 4
+"""Rows of a write program, one a warp: a row of 512 is 16 elements a thread."""
+
+COMBINE_SPLITS = 8
+"""Partials joined at a time: 8 x 512 float32 are 32 registers a thread of 4 warps."""
+
+
+class DecodeBlocks(NamedTuple):
+    """Tile sizes of the decode kernel.
+
+    Attributes
+    ----------
+    rows, tokens
+        Query rows and cached tokens of a tile.
+    warps, stages
+        Warps of a program, and tiles in flight.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def decode_blocks(num_rows: int, shared_memory: int, *, fp8_cache: bool) -> DecodeBlocks:
+    """Choose tiles for a number of rows and a device's shared memory per block, in bytes.
+
+    Sixteen rows are the least that a tensor core takes. The tile of a 512-wide FP8 cache is 32 KiB
+    for 64 tokens, twice that in BF16, and the query's stays beside it; GPUs with about 100 KiB
+    (consumer Ada and Blackwell) get tiles of 32 tokens.
+    """
+    small = shared_memory < 160 * 1024
+    if num_rows <= 16:
+        return DecodeBlocks(16, 32 if small else 64, 4, 1 if small else 2)
+    if small or not fp8_cache:
+        return DecodeBlocks(32 if small else 64, 32, 8, 1 if small else 2)
+    return DecodeBlocks(64, 64, 8, 2)
+
+
+@functools.cache
+def shared_memory_per_block(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def launch_fused_q_quant(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    rotation: Rotation | None,
+    result: QuantizedRows,
+    *,
+    interleaved: bool,
+    pow2: bool,
+) -> None:
+    """Quantise queries into `result`."""
+    batch, s_q, heads, latent = q_latent.shape
+    cos, sin = _angles(rotation, q_rope)
+    num_rows = batch * s_q * heads
+    fused_q_quant_kernel[(-(-num_rows // WRITE_ROWS),)](
+        q_latent,
+        q_rope,
+        cos,
+        sin,
+        *result,
+        num_rows,
+        heads,
+        s_q,
+        *q_latent.stride()[:3],
+        *q_rope.stride()[:3],
+        q_rope.shape[-1] // 2,
+        LATENT=latent,
+        ROPE=q_rope.shape[-1],
+        BLOCK_ROWS=WRITE_ROWS,
+        POW2=pow2,
+        ROTATE=rotation is not None,
+        INTERLEAVED=interleaved,
+        INTERPRETED=is_interpreting(),
+        **_exact_arithmetic(),
+    )
+
+
+def launch_fused_k_append(
+    c_kv: Tensor,
+    k_rope: Tensor,
+    cache: LatentPages | Bf16LatentPages,
+    slot_mapping: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    rotation: Rotation | None,
+    *,
+    interleaved: bool,
+    pow2: bool,
+) -> None:
+    """Write tokens into the planes."""
+    tokens, latent = c_kv.shape
+    fp8_cache = len(cache) == 3
+    planes = cache if fp8_cache else (cache[0], cache[0], cache[1])  # no scale is written in BF16
+    num_pages, page_size = cache[0].shape[:2]
+    cos, sin = _angles(rotation, k_rope)
+    fused_k_append_kernel[(-(-tokens // WRITE_ROWS),)](
+        c_kv,
+        k_rope,
+        slot_mapping,
+        c_kv if norm_weight is None else norm_weight,
+        cos,
+        sin,
+        *planes,
+        tokens,
+        num_pages * page_size,
+        norm_eps,
+        c_kv.stride(0),
+        k_rope.stride(0),
+        k_rope.shape[-1] // 2,
+        *(stride for plane in planes for stride in plane.stride()[:2]),
+        PAGE_SIZE=page_size,
+        LATENT=latent,
+        ROPE=k_rope.shape[-1],
+        BLOCK_TOKENS=WRITE_ROWS,
+        FP8_CACHE=fp8_cache,
+        POW2=pow2,
+        NORM=norm_weight is not None,
+        ROTATE=rotation is not None,
+        INTERLEAVED=interleaved,
+        INTERPRETED=is_interpreting(),
+        **_exact_arithmetic(),
+    )
+
+
+def launch_fetch_dequant(
+    cache: LatentPages, block_table: Tensor, request: Tensor, starts: Tensor, out: Tensor
+) -> None:
+    """Copy rows into `out`; `request` [rows] names each row's, `starts` [batch] its first row."""
+    num_pages, page_size, latent = cache.codes.shape
+    rows_of_program = 2 * WRITE_ROWS
+    fetch_dequant_kernel[(-(-len(out) // rows_of_program),)](
+        *cache,
+        block_table,
+        request,
+        starts,
+        out,
+        len(out),
+        len(starts),
+        num_pages,
+        block_table.stride(0),
+        *(stride for plane in cache for stride in plane.stride()[:2]),
+        PAGE_SIZE=page_size,
+        LATENT=latent,
+        ROPE=cache.rope.shape[-1],
+        BLOCK_TOKENS=rows_of_program,
+        INTERPRETED=is_interpreting(),
+        num_warps=4,
+    )
+
+
+def launch_split_kv_decode(
+    query: QuantizedRows,
+    cache: LatentPages | Bf16LatentPages,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    *,
+    causal: bool,
+    fp8_p: bool,
+    split_rule: SplitRule,
+    blocks: DecodeBlocks | None = None,
+) -> None:
+    """Attend. `partial_lse` [batch, splits, rows] says how many splits the grid has.
+
+    Over a BF16 cache the query's codes are the query itself, and its scale is not read.
+    """
+    batch, s_q, heads, latent = query.codes.shape
+    fp8_cache = len(cache) == 3
+    plane, rope_plane = cache[0], cache[-1]
+    scale_plane = cache[1] if fp8_cache else plane
+    num_pages, page_size = plane.shape[:2]
+    num_rows = s_q * heads
+    if blocks is None:
+        memory = shared_memory_per_block(plane.device)
+        blocks = decode_blocks(num_rows, memory, fp8_cache=fp8_cache)
+    grid = (-(-num_rows // blocks.rows), partial_lse.shape[1], batch)
+    split_kv_decode_kernel[grid](
+        query.codes,
+        query.scale,
+        query.rope,
+        plane,
+        scale_plane,
+        rope_plane,
+        block_table,
+        cache_seqlens,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        softmax_scale,
+        num_rows,
+        heads,
+        num_pages,
+        block_table.shape[1] * page_size,
+        *split_rule,
+        *query.codes.stride()[:3],
+        *query.rope.stride()[:3],
+        *plane.stride()[:2],
+        *scale_plane.stride()[:2],
+        *rope_plane.stride()[:2],
+        block_table.stride(0),
+        PAGE_SIZE=page_size,
+        LATENT=latent,
+        ROPE=rope_plane.shape[-1],
+        BLOCK_ROWS=blocks.rows,
+        BLOCK_TOKENS=blocks.tokens,
+        SPLIT_GRANULE=SPLIT_GRANULE,
+        STAGES=blocks.stages,
+        CAUSAL=causal,
+        FP8_CACHE=fp8_cache,
+        FP8_P=fp8_p and fp8_cache,
+        INTERPRETED=is_interpreting(),
+        num_warps=blocks.warps,
+    )
+
+
+def launch_combine(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    cache_seqlens: Tensor,
+    capacity: int,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    split_rule: SplitRule,
+) -> None:
+    """Merge the partials of requests that were split."""
+    batch, s_q, heads, latent = out.shape
+    num_rows = s_q * heads
+    combine_kernel[(num_rows, batch)](
+        partial_out,
+        partial_lse,
+        cache_seqlens,
+        out,
+        lse,
+        num_rows,
+        capacity,
+        *split_rule,
+        partial_lse.shape[1],
+        LATENT=latent,
+        BLOCK_SPLITS=COMBINE_SPLITS,
+        SPLIT_GRANULE=SPLIT_GRANULE,
+        INTERPRETED=is_interpreting(),
+        num_warps=4,
+    )
+
+
+def _angles(rotation: Rotation | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:
+    """Cos and sin, contiguous; any pointer where none are read."""
+    if rotation is None:
+        return placeholder, placeholder
+    return rotation.cos.contiguous(), rotation.sin.contiguous()
+
+
+def _exact_arithmetic() -> dict[str, Any]:
+    """Options of the write kernels: a fused multiply-add would round otherwise than PyTorch."""
+    return {"num_warps": 4, "enable_fp_fusion": False}

@@ -1,0 +1,90 @@
+"""How a request's tokens are cut into splits that run side by side.
+
+A request of `length` tokens gets ``n = min(max_splits, ceil(length / min_tokens))`` splits of equal
+size, rounded up to 64 tokens. Nothing but its own length decides, so its output has the same bits
+alone and in any batch. Kernels compute the plan from the lengths on the device; the host only needs
+the largest number of splits that a table of this width can ask for.
+
+Few long requests want many splits, to fill the GPU; many requests want few, since every split costs
+a partial result in float32, written and read. The rule is therefore an argument: fixed for a
+server, whatever its load, or chosen for a batch by `suggest_split_rule` where the last bit need not
+repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+SPLIT_GRANULE = 64
+"""Tokens that a split is a multiple of: the block that shares one scale of P."""
+
+
+class SplitRule(NamedTuple):
+    """When to cut a request, and into how many parts at most.
+
+    Attributes
+    ----------
+    min_tokens
+        Tokens that a split should have before another one is opened.
+    max_splits
+        Splits of the longest request.
+    """
+
+    min_tokens: int = 1024
+    max_splits: int = 64
+
+
+DEFAULT_SPLIT_RULE = SplitRule()
+
+
+def check_split_rule(rule: SplitRule) -> None:
+    """Refuse a rule that could not cut anything."""
+    for name, value in zip(SplitRule._fields, rule, strict=True):
+        if value < 1:
+            raise ValueError(f"split_rule.{name} must be at least 1; got {value}")
+
+
+def splits_for(length: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> list[tuple[int, int]]:
+    """First and last token of every split of a request: what the kernels compute on the device.
+
+    Examples
+    --------
+    >>> splits_for(130, SplitRule(min_tokens=64, max_splits=2))
+    [(0, 128), (128, 130)]
+    """
+    wanted = min(rule.max_splits, -(-length // rule.min_tokens))
+    granules = math.ceil(math.ceil(length / SPLIT_GRANULE) / max(wanted, 1))
+    split_tokens = max(granules, 1) * SPLIT_GRANULE
+    return [
+        (start, min(start + split_tokens, length))
+        for start in range(0, max(length, 1), split_tokens)
+    ]
+
+
+def largest_split_count(capacity: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> int:
+    """Count the splits that a table of `capacity` tokens a row may ask for."""
+    return max(1, min(rule.max_splits, -(-capacity // rule.min_tokens)))
+
+
+def suggest_split_rule(
+    batch: int, rows: int, length: int, *, processors: int, block_rows: int = 64
+) -> SplitRule:
+    """Choose a rule that fills `processors` for a batch of requests about `length` tokens long.
+
+    Fastest, but the bits of a request then depend on the size of its batch.
+
+    Parameters
+    ----------
+    batch, rows
+        Requests, and query rows of each (s_q heads).
+    length
+        Typical cached tokens of a request.
+    processors
+        Multiprocessors of the GPU (132 on an H100 or H200).
+    block_rows
+        Rows that one program attends.
+    """
+    programs = batch * -(-rows // block_rows)
+    splits = max(1, processors // max(programs, 1))
+    return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)
