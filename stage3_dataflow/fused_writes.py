@@ -231,18 +231,32 @@ def fused_k_append(
         )
 
 
-def check_planes(cache: LatentPages, latent: int, rope: int, device: torch.device) -> None:
+def check_planes(
+    cache: LatentPages | Bf16LatentPages, latent: int, rope: int, device: torch.device
+) -> None:
     """Refuse planes that do not belong together or to these widths."""
-    codes, scale, plane_rope = cache
-    pool: tuple[int | str, ...] = ("num_pages", "page_size")
-    check_tensor("cache.codes", codes, (torch.float8_e4m3fn,), (*pool, latent), device=device)
-    pool = tuple(codes.shape[:2])
-    check_tensor("cache.scale", scale, (torch.float32,), pool, device=device, contiguous_last=False)
-    check_tensor("cache.rope", plane_rope, (torch.bfloat16,), (*pool, rope), device=device)
-    if codes.shape[1] < 1:
-        raise ValueError(
-            f"cache.codes must have pages of at least 1 token; got {list(codes.shape)}"
+    anything: tuple[int | str, ...] = ("num_pages", "page_size")
+    if len(cache) == 3:
+        codes, scale, plane_rope = cache
+        dtype = torch.float8_e4m3fn
+        check_tensor("cache.codes", codes, (dtype,), (*anything, latent), device=device)
+        pool = tuple(codes.shape[:2])
+        check_tensor(
+            "cache.scale", scale, (torch.float32,), pool, device=device, contiguous_last=False
         )
+        check_tensor("cache.rope", plane_rope, (torch.bfloat16,), (*pool, rope), device=device)
+    elif len(cache) == 2:
+        c_kv, k_rope = cache
+        check_tensor("cache.c_kv", c_kv, (torch.bfloat16,), (*anything, latent), device=device)
+        pool = tuple(c_kv.shape[:2])
+        check_tensor("cache.k_rope", k_rope, (torch.bfloat16,), (*pool, rope), device=device)
+    else:
+        raise ValueError(
+            "cache must be LatentPages (codes, scale, rope) or Bf16LatentPages (c_kv, k_rope); "
+            f"got {len(cache)} planes"
+        )
+    if pool[1] < 1:
+        raise ValueError(f"cache must have a page_size of at least 1; got {pool[1]}")
 
 
 def _check_slots(slot_mapping: Tensor, cache: LatentPages | Bf16LatentPages) -> None:

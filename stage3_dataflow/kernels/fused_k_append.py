@@ -90,9 +90,9 @@ def fused_k_append_kernel(
         codes = to_float(latent, tl.bfloat16, INTERPRETED)
     place = page * codes_stride_page + offset * codes_stride_token
     tl.store(codes_ptr + place[:, None] + column[None, :], codes, mask=written[:, None])
-    tl.store(
-        scale_ptr + page * scale_stride_page + offset * scale_stride_token, scale, mask=written
-    )
+    if FP8_CACHE:
+        place = page * scale_stride_page + offset * scale_stride_token
+        tl.store(scale_ptr + place, scale, mask=written)
 
     if ROPE > 0:
         first, second = load_rotated(
