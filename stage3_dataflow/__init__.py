@@ -8,7 +8,7 @@ from stage1_quant.fp8_latent_cache import LatentPages, allocate_latent_pages
 from stage1_quant.quantize import QuantizedRows
 from stage2_pv_pipeline.rescaled_pv import merge_partials
 from stage3_dataflow.decode import decode_quantized, mla_decode
-from stage3_dataflow.execution_path import ExecutionPath, which_path
+from stage3_dataflow.execution_path import ExecutionPath, use_path, which_path
 from stage3_dataflow.fused_writes import append_kv, fused_k_append, fused_q_quant, quantize_q
 from stage3_dataflow.prefix import fetch_dequant
 from stage3_dataflow.split_plan import SplitRule, suggest_split_rule
@@ -31,6 +31,7 @@ __all__ = [
     "mla_decode",
     "quantize_q",
     "suggest_split_rule",
+    "use_path",
     "which_path",
     "workspace_bytes",
 ]

@@ -8,20 +8,27 @@ path             when
 ``pytorch``      a CPU tensor otherwise: the plain PyTorch twins of stages 1 and 2
 ===============  =====================================================================
 
-Nothing falls back in silence: a GPU that the kernels can't serve is refused by name.
+Nothing falls back in silence: a GPU that the kernels can't serve is refused by name. `use_path`
+runs the twins on any device, to see whether a wrong result is the kernels' or the caller's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 
 SMALLEST_CAPABILITY = (8, 9)
 """Ada and Hopper brought the conversions to and from e4m3."""
+
+
+_twins_asked_for = contextvars.ContextVar("twins_asked_for", default=False)
 
 
 class ExecutionPath(NamedTuple):
@@ -45,6 +52,8 @@ def which_path(device: torch.device | str) -> ExecutionPath:
     True
     """
     device = torch.device(device)
+    if _twins_asked_for.get():
+        return ExecutionPath("pytorch", "use_path asked for the twins")
     if device.type == "cuda":
         return _cuda_path(device.index if device.index is not None else torch.cuda.current_device())
     if device.type != "cpu":
@@ -52,6 +61,25 @@ def which_path(device: torch.device | str) -> ExecutionPath:
     if is_interpreting():
         return ExecutionPath("interpreter", "CPU tensors and TRITON_INTERPRET=1")
     return ExecutionPath("pytorch", "CPU tensors; TRITON_INTERPRET=1 would interpret the kernels")
+
+
+@contextlib.contextmanager
+def use_path(name: Literal["pytorch", "default"]) -> Iterator[None]:
+    """Run calls inside the block through the PyTorch twins, or by the rules of this module again.
+
+    Examples
+    --------
+    >>> with use_path("pytorch"):
+    ...     which_path("cpu").name
+    'pytorch'
+    """
+    if name not in ("pytorch", "default"):
+        raise ValueError(f"name must be pytorch or default; got {name!r}")
+    token = _twins_asked_for.set(name == "pytorch")
+    try:
+        yield
+    finally:
+        _twins_asked_for.reset(token)
 
 
 @functools.cache

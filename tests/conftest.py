@@ -15,11 +15,29 @@ from torch import Tensor
 
 SEED = 0
 
+# Without a GPU the kernels' own code runs in Triton's interpreter, which is chosen when a kernel is
+# imported. The fixture `kernels_of_stage3` keeps it to the tests of stage 3: it is slow.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # In these packages and modules each call is checked against its annotations: shapes, dtypes, types.
 # Stages with kernels list their other modules one by one, since the hook rewrites every function it
 # finds and @triton.jit helpers do not survive that. The checks come before the code's own refusals,
 # and torch.compile cannot trace them: the marker `unchecked` is for tests of either.
-CHECKED = ["stage0_reference", "stage1_quant", "stage2_pv_pipeline"]
+CHECKED = [
+    "stage0_reference",
+    "stage1_quant",
+    "stage2_pv_pipeline",
+    "stage3_dataflow.arguments",
+    "stage3_dataflow.decode",
+    "stage3_dataflow.execution_path",
+    "stage3_dataflow.fused_writes",
+    "stage3_dataflow.prefix",
+    "stage3_dataflow.split_plan",
+    "stage3_dataflow.triton_backend",
+    "stage3_dataflow.workspace",
+    "stage3_dataflow.write_references",
+]
 
 # The hook acts on what is imported from here on. The option --jaxtyping-packages would do the same,
 # but cannot hand an argument to the checker for more than one package.
@@ -91,6 +109,16 @@ def annotation_checks(request: pytest.FixtureRequest) -> Iterator[None]:
     )
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_stage3(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the library by its PyTorch twins outside the tests of stage 3, where there is no GPU."""
+    from stage3_dataflow.execution_path import use_path
+
+    interpreted = request.node.get_closest_marker("stage3") is not None
+    with use_path("default" if interpreted or torch.cuda.is_available() else "pytorch"):
+        yield
 
 
 @pytest.fixture(autouse=True)
