@@ -22,6 +22,7 @@ from torch import Tensor
 from stage0_reference.latent_attention import AttentionOutput
 from stage0_reference.latent_cache import LatentRows
 from stage0_reference.model_config import ModelConfig
+from stage0_reference.rope import Rotation
 
 STAGES_GROUP = "snapmla.stages"
 """Entry-point group in which a later stage maps its number to its backend class."""
@@ -79,6 +80,45 @@ class AttentionBackend(Protocol):
         cache_seqlens: Int[Tensor, " batch"],
     ) -> LatentRows:
         """Give back the cached rows of every request, packed one request after the other."""
+        ...
+
+
+@runtime_checkable
+class FusedProjections(Protocol):
+    """What a backend may offer on top: the latent's norm and the rotation in its own passes.
+
+    The decoder then hands over projections as they come out of the matrix products.
+    """
+
+    def append_projected(
+        self,
+        latent: Float[Tensor, "tokens kv_lora_rank"],
+        k_rope: Float[Tensor, "tokens qk_rope_head_dim"],
+        cache: LayerCache,
+        slot_mapping: Int[Tensor, " tokens"],
+        *,
+        norm_weight: Float[Tensor, " kv_lora_rank"],
+        norm_eps: float,
+        rotation: Rotation,
+        interleaved: bool,
+    ) -> None:
+        """Norm, rotate and write tokens; otherwise as `AttentionBackend.append`."""
+        ...
+
+    def attend_projected(
+        self,
+        q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
+        q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
+        cache: LayerCache,
+        block_table: Int[Tensor, "batch max_pages"],
+        cache_seqlens: Int[Tensor, " batch"],
+        softmax_scale: float,
+        *,
+        rotation: Rotation,
+        interleaved: bool,
+        causal: bool = True,
+    ) -> AttentionOutput:
+        """Rotate the rotary query and attend; otherwise as `AttentionBackend.attend`."""
         ...
 
 

@@ -7,7 +7,7 @@ from stage0_reference.latent_cache import Bf16LatentPages
 from stage1_quant.fp8_latent_cache import LatentPages, allocate_latent_pages
 from stage1_quant.quantize import QuantizedRows
 from stage2_pv_pipeline.rescaled_pv import merge_partials
-from stage3_dataflow.decode import decode_quantized, mla_decode
+from stage3_dataflow.decode import decode_quantized, mla_decode, which_kernel
 from stage3_dataflow.execution_path import ExecutionPath, use_path, which_path
 from stage3_dataflow.fused_writes import append_kv, fused_k_append, fused_q_quant, quantize_q
 from stage3_dataflow.prefix import fetch_dequant
@@ -32,6 +32,7 @@ __all__ = [
     "quantize_q",
     "suggest_split_rule",
     "use_path",
+    "which_kernel",
     "which_path",
     "workspace_bytes",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from stage0_reference.latent_cache import Bf16LatentPages, check_table
 from stage1_quant.fp8_latent_cache import LatentPages
 from stage1_quant.quantize import DEFAULT_SCALE_FORMAT, QuantizedRows, ScaleFormat
 from stage2_pv_pipeline import decode as pipeline
+from stage3_dataflow import custom_ops
 from stage3_dataflow.arguments import (
     QUERY_DTYPES,
     check_contiguous,
@@ -32,8 +33,13 @@ from stage3_dataflow.split_plan import (
 from stage3_dataflow.workspace import DecodeWorkspace
 
 PFormat = Literal["e4m3", "bf16"]
-DEFAULT_P_FORMAT: PFormat = "bf16"
-"""What P is rounded to. The paper's e4m3 costs the portable kernel a byte-wise transpose of V."""
+"""What P is rounded to: the paper's e4m3, or bf16."""
+
+Kernel = Literal["hopper", "portable"]
+
+PORTABLE_P_FORMAT: PFormat = "bf16"
+"""Where p_format is None and the Hopper kernel does not run: through `tl.dot` an FP8 V has to be
+transposed byte by byte, which makes "e4m3" several times slower there."""
 
 MAX_BATCH = 65535
 """Requests of one call: CUDA's limit on a grid's third axis."""
@@ -51,9 +57,10 @@ def mla_decode(
     out: Float[Tensor, "batch s_q heads kv_lora_rank"] | None = None,
     lse: Float[Tensor, "batch s_q heads"] | None = None,
     scale_format: ScaleFormat = DEFAULT_SCALE_FORMAT,
-    p_format: PFormat = DEFAULT_P_FORMAT,
+    p_format: PFormat | None = None,
     split_rule: SplitRule = DEFAULT_SPLIT_RULE,
     workspace: DecodeWorkspace | None = None,
+    kernel: Kernel | None = None,
 ) -> AttentionOutput:
     """Attend over one layer's cache with absorbed queries.
 
@@ -81,11 +88,15 @@ def mla_decode(
     scale_format
         Of the query's scales; the cache's are read.
     p_format
-        "bf16" (default here) or the paper's "e4m3".
+        "e4m3" (the paper's) or "bf16"; None takes what the kernel that runs is faster with: "e4m3"
+        for the Hopper kernel, which has no other, "bf16" elsewhere.
     split_rule
         How requests are cut; see `stage3_dataflow.split_plan`. Changes rounding only.
     workspace
         Where partial results go; by default torch's caching allocator supplies them.
+    kernel
+        "hopper" or "portable"; None takes the Hopper kernel where it can serve the call.
+        `which_kernel` says what that is, and why.
 
     Returns
     -------
@@ -118,6 +129,22 @@ def mla_decode(
     >>> bool((out - 1).abs().max() < 0.01)
     True
     """
+    if custom_ops.is_capturing():
+        return custom_ops.mla_decode(
+            q_latent,
+            q_rope,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            out=out,
+            lse=lse,
+            scale_format=scale_format,
+            p_format=p_format,
+            split_rule=split_rule,
+            kernel=kernel,
+        )
     check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
     check_tensor(
         "q_rope",
@@ -129,11 +156,15 @@ def mla_decode(
     inputs = {"q_latent": q_latent, "q_rope": q_rope}
     check_outputs(out, lse, q_latent.shape, q_latent.dtype, q_latent.device, inputs)
     if len(cache) == 2:
-        check_decode(q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format)
+        check_decode(
+            q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
+        )
         plane = cache[0]
         query = QuantizedRows(q_latent.to(plane.dtype), q_latent, q_rope.to(plane.dtype))
     else:
-        check_decode(q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format)
+        check_decode(
+            q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
+        )
         query = quantize_q(q_latent, q_rope, scale_format=scale_format)
     return _attend(
         query,
@@ -148,6 +179,7 @@ def mla_decode(
         p_format=p_format,
         split_rule=split_rule,
         workspace=workspace,
+        kernel=kernel,
     )
 
 
@@ -162,9 +194,10 @@ def decode_quantized(
     out: Float[Tensor, "batch s_q heads kv_lora_rank"] | None = None,
     lse: Float[Tensor, "batch s_q heads"] | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    p_format: PFormat = DEFAULT_P_FORMAT,
+    p_format: PFormat | None = None,
     split_rule: SplitRule = DEFAULT_SPLIT_RULE,
     workspace: DecodeWorkspace | None = None,
+    kernel: Kernel | None = None,
 ) -> AttentionOutput:
     """`mla_decode` of a query that `quantize_q` or `fused_q_quant` has quantised already.
 
@@ -178,6 +211,21 @@ def decode_quantized(
 
     See `mla_decode` for the other arguments, the result and what is refused.
     """
+    if custom_ops.is_capturing():
+        return custom_ops.decode_quantized(
+            query,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            out=out,
+            lse=lse,
+            out_dtype=out_dtype,
+            p_format=p_format,
+            split_rule=split_rule,
+            kernel=kernel,
+        )
     check_tensor(
         "query.codes",
         query.codes,
@@ -194,7 +242,9 @@ def decode_quantized(
     inputs = dict(zip(("query.codes", "query.scale", "query.rope"), query, strict=True))
     dtype = out_dtype if out is None else out.dtype
     check_outputs(out, lse, query.codes.shape, dtype, device, inputs)
-    check_decode(query.codes, query.rope, cache, block_table, cache_seqlens, split_rule, p_format)
+    check_decode(
+        query.codes, query.rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
+    )
     return _attend(
         query._replace(scale=query.scale.contiguous()),
         cache,
@@ -208,6 +258,7 @@ def decode_quantized(
         p_format=p_format,
         split_rule=split_rule,
         workspace=workspace,
+        kernel=kernel,
     )
 
 
@@ -237,7 +288,8 @@ def check_decode(
     block_table: Tensor,
     cache_seqlens: Tensor,
     split_rule: SplitRule,
-    p_format: str,
+    p_format: str | None,
+    kernel: str | None,
 ) -> None:
     """Refuse, without a synchronisation, what a decode cannot run on."""
     batch, s_q, heads, latent = q_latent.shape
@@ -265,8 +317,10 @@ def check_decode(
         remedy="Use cache_seqlens.to(torch.int32)",
     )
     check_split_rule(split_rule)
-    if p_format not in ("e4m3", "bf16"):
-        raise ValueError(f"p_format must be e4m3 or bf16; got {p_format!r}")
+    if p_format not in ("e4m3", "bf16", None):
+        raise ValueError(f"p_format must be e4m3, bf16 or None; got {p_format!r}")
+    if kernel not in ("hopper", "portable", None):
+        raise ValueError(f"kernel must be hopper, portable or None; got {kernel!r}")
 
 
 def _attend(
@@ -280,11 +334,18 @@ def _attend(
     out: Tensor | None,
     lse: Tensor | None,
     out_dtype: torch.dtype,
-    p_format: PFormat,
+    p_format: PFormat | None,
     split_rule: SplitRule,
     workspace: DecodeWorkspace | None,
+    kernel: Kernel | None,
 ) -> AttentionOutput:
     """Run the path of this device; everything has been checked but what only values can say."""
+    names = LatentPages._fields if len(cache) == 3 else Bf16LatentPages._fields
+    planes = {f"cache.{name}": plane for name, plane in zip(names, cache, strict=True)}
+    if out is not None:
+        check_no_alias("out", out, planes)
+    if lse is not None:
+        check_no_alias("lse", lse, planes if out is None else planes | {"out": out})
     device = query.codes.device
     path = which_path(device).name
     if path != "triton":
@@ -295,7 +356,6 @@ def _attend(
             p_format,
         )  # fmt: skip
     batch, s_q, heads, latent = query.codes.shape
-    check_widths(latent, query.rope.shape[-1])
     from stage3_dataflow.kernels.launch import launch_combine, launch_split_kv_decode
 
     if out is None:
@@ -310,25 +370,104 @@ def _attend(
     partial_out, partial_lse = workspace.partials(
         batch, splits, s_q * heads, latent if splits > 1 else 0
     )
-    launch_split_kv_decode(
-        query,
-        cache,
-        block_table,
-        cache_seqlens,
-        softmax_scale,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        causal=causal,
-        fp8_p=p_format == "e4m3",
-        split_rule=split_rule,
+    choice = which_kernel(
+        query, cache, block_table, out, lse, causal=causal, p_format=p_format, kernel=kernel
     )
+    if choice.name == "hopper":
+        from stage3_dataflow.kernels.hopper_decode import launch_hopper_decode
+
+        launch_hopper_decode(
+            query,
+            LatentPages(*cache),
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            split_rule=split_rule,
+            out=out,
+            lse=lse,
+            partial_out=partial_out if splits > 1 else None,
+            partial_lse=partial_lse if splits > 1 else None,
+            num_splits_grid=splits,
+        )
+    else:
+        check_widths(latent, query.rope.shape[-1])
+        launch_split_kv_decode(
+            query,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            causal=causal,
+            fp8_p=(p_format or PORTABLE_P_FORMAT) == "e4m3",
+            split_rule=split_rule,
+        )
     if splits > 1:
         launch_combine(
             partial_out, partial_lse, cache_seqlens, capacity, out, lse, split_rule=split_rule
         )
     return AttentionOutput(out, lse)
+
+
+class KernelChoice(NamedTuple):
+    """Which decode kernel runs, and the reason in words."""
+
+    name: Kernel
+    reason: str
+
+
+def which_kernel(
+    query: QuantizedRows,
+    cache: LatentPages | Bf16LatentPages,
+    block_table: Int[Tensor, "batch max_pages"],
+    out: Float[Tensor, "batch s_q heads kv_lora_rank"],
+    lse: Float[Tensor, "batch s_q heads"],
+    *,
+    causal: bool = True,
+    p_format: PFormat | None = None,
+    kernel: Kernel | None = None,
+) -> KernelChoice:
+    """Say which decode kernel serves a call, and why. Nothing in it depends on the batch's size.
+
+    Raises
+    ------
+    NotImplementedError
+        `kernel` asks for the Hopper kernel and it can't serve the call; the message says why.
+    """
+    if kernel == "portable":
+        return KernelChoice("portable", "asked for")
+    unsupported = _why_not_hopper(query, cache, block_table, out, lse, causal, p_format)
+    if unsupported is None:
+        return KernelChoice("hopper", "asked for" if kernel else "the device is a Hopper GPU")
+    if kernel == "hopper":
+        raise NotImplementedError(
+            f"kernel must be portable or None for this call, since {unsupported}; got 'hopper'"
+        )
+    return KernelChoice("portable", unsupported)
+
+
+def _why_not_hopper(
+    query: QuantizedRows,
+    cache: LatentPages | Bf16LatentPages,
+    block_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    p_format: PFormat | None,
+) -> str | None:
+    if len(cache) == 2:
+        return "the cache is BF16"
+    if p_format == "bf16":
+        return "the Hopper kernel multiplies P in e4m3"
+    if not query.codes.is_cuda or torch.cuda.get_device_capability(query.codes.device)[0] != 9:
+        return "the device is not a Hopper GPU"
+    from stage3_dataflow.kernels.hopper_decode import why_unsupported
+
+    return why_unsupported(query, LatentPages(*cache), block_table, out, lse, causal=causal)
 
 
 def _attend_in_pytorch(
@@ -341,7 +480,7 @@ def _attend_in_pytorch(
     out: Tensor | None,
     lse: Tensor | None,
     out_dtype: torch.dtype,
-    p_format: PFormat,
+    p_format: PFormat | None,
 ) -> AttentionOutput:
     if len(cache) == 2:
         attended = AbsorbedBackend().attend(
@@ -361,7 +500,7 @@ def _attend_in_pytorch(
             cache_seqlens,
             softmax_scale,
             causal=causal,
-            p_format=p_format,
+            p_format=p_format or PORTABLE_P_FORMAT,
         )
     result = attended.out.to(out_dtype)
     return AttentionOutput(

@@ -19,6 +19,7 @@ from stage1_quant.quantize import (
     ScaleFormat,
     check_scale_format,
 )
+from stage3_dataflow import custom_ops
 from stage3_dataflow.arguments import (
     INDEX_DTYPES,
     QUERY_DTYPES,
@@ -85,6 +86,10 @@ def fused_q_quant(
     >>> query.codes.dtype, query.scale.shape
     (torch.float8_e4m3fn, torch.Size([1, 1, 2]))
     """
+    if custom_ops.is_capturing():
+        return custom_ops.fused_q_quant(
+            q_latent, q_rope, rotation, interleaved=interleaved, scale_format=scale_format
+        )
     check_scale_format(scale_format)
     check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
     batch, s_q, heads, latent = q_latent.shape
@@ -183,6 +188,19 @@ def fused_k_append(
     >>> float(cache.codes[1, 6, 0].float() * cache.scale[1, 6])
     1.0
     """
+    if custom_ops.is_capturing():
+        custom_ops.fused_k_append(
+            c_kv,
+            k_rope,
+            cache,
+            slot_mapping,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            rotation=rotation,
+            interleaved=interleaved,
+            scale_format=scale_format,
+        )
+        return
     check_scale_format(scale_format)
     check_tensor("c_kv", c_kv, QUERY_DTYPES, ("tokens", "kv_lora_rank"))
     tokens, latent = c_kv.shape

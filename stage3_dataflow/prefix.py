@@ -9,6 +9,7 @@ from torch import Tensor
 from stage0_reference.latent_cache import check_table
 from stage1_quant import fp8_latent_cache
 from stage1_quant.fp8_latent_cache import LatentPages
+from stage3_dataflow import custom_ops
 from stage3_dataflow.arguments import check_tensor, check_widths
 from stage3_dataflow.execution_path import which_path
 from stage3_dataflow.fused_writes import check_planes
@@ -61,6 +62,10 @@ def fetch_dequant(
     >>> rows.shape, rows.dtype
     (torch.Size([3, 576]), torch.bfloat16)
     """
+    if custom_ops.is_capturing():
+        return custom_ops.fetch_dequant(
+            cache, block_table, cache_seqlens, total_tokens=total_tokens
+        )
     device = cache.codes.device
     check_planes(cache, cache.codes.shape[-1], cache.rope.shape[-1], device)
     batch = cache_seqlens.shape[0]
@@ -77,31 +82,18 @@ def fetch_dequant(
         return rows if total_tokens is None else _fit(rows, total_tokens)
     width = latent + cache.rope.shape[-1]
     check_widths(latent, cache.rope.shape[-1])
-    lengths = _readable_lengths(block_table, cache_seqlens, num_pages, page_size)
-    ends = lengths.cumsum(0)
+    from stage3_dataflow.kernels.launch import launch_fetch_dequant, launch_readable_lengths
+
+    lengths = torch.empty_like(cache_seqlens)
+    if batch:
+        launch_readable_lengths(block_table, cache_seqlens, lengths, num_pages, page_size)
+    ends = lengths.cumsum(0)  # int64
     if total_tokens is None:
         total_tokens = int(ends[-1]) if batch else 0
-    if total_tokens == 0:
-        return torch.empty(0, width, dtype=torch.bfloat16, device=device)
     out = torch.empty(total_tokens, width, dtype=torch.bfloat16, device=device)
-    rows = torch.arange(total_tokens, device=device)
-    request = torch.searchsorted(ends, rows, right=True)  # [total_tokens]; batch behind the last
-    from stage3_dataflow.kernels.launch import launch_fetch_dequant
-
-    launch_fetch_dequant(cache, block_table, request, ends - lengths, out)
+    if total_tokens:
+        launch_fetch_dequant(cache, block_table, lengths, ends, out)
     return out
-
-
-def _readable_lengths(
-    block_table: Tensor, cache_seqlens: Tensor, num_pages: int, page_size: int
-) -> Tensor:
-    """Lengths, int64; 0 where a needed page or the length is not one the pool could have."""
-    first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
-    needed = first_token < cache_seqlens[:, None]
-    outside = (needed & ((block_table < 0) | (block_table >= num_pages))).any(dim=1)
-    capacity = block_table.shape[1] * page_size
-    unreadable = outside | (cache_seqlens < 0) | (cache_seqlens > capacity)
-    return cache_seqlens.long().masked_fill(unreadable, 0)
 
 
 def _fit(rows: Tensor, total_tokens: int) -> Tensor:

@@ -14,12 +14,13 @@ from stage0_reference.absorbed_backend import AbsorbedBackend
 from stage0_reference.latent_attention import AttentionOutput
 from stage0_reference.latent_cache import Bf16LatentPages, LatentRows
 from stage0_reference.model_config import ModelConfig
+from stage0_reference.rope import Rotation
 from stage1_quant.fp8_latent_cache import LatentPages, latent_rows
 from stage1_quant.quantize import DEFAULT_SCALE_FORMAT, ScaleFormat
 from stage2_pv_pipeline.fp8_pipeline_backend import Fp8PipelineBackend
-from stage3_dataflow.decode import DEFAULT_P_FORMAT, PFormat, mla_decode
+from stage3_dataflow.decode import PFormat, decode_quantized, mla_decode
 from stage3_dataflow.execution_path import which_path
-from stage3_dataflow.fused_writes import append_kv, fused_k_append
+from stage3_dataflow.fused_writes import append_kv, fused_k_append, fused_q_quant
 from stage3_dataflow.prefix import fetch_dequant
 from stage3_dataflow.split_plan import DEFAULT_SPLIT_RULE, SplitRule
 from stage3_dataflow.workspace import DecodeWorkspace, workspace_bytes
@@ -43,7 +44,7 @@ class KernelAttention:
     def __init__(
         self,
         *,
-        p_format: PFormat = DEFAULT_P_FORMAT,
+        p_format: PFormat | None = None,
         split_rule: SplitRule = DEFAULT_SPLIT_RULE,
     ) -> None:
         self.p_format = p_format
@@ -54,6 +55,11 @@ class KernelAttention:
     def _use(self, device: torch.device | str) -> None:
         """Say in the description what runs on this device."""
         self.description = f"{self.technique} ({which_path(device).name})"
+
+    def _workspace(self, device: torch.device) -> DecodeWorkspace:
+        if device not in self._workspaces:
+            self._workspaces[device] = DecodeWorkspace(device)
+        return self._workspaces[device]
 
     def workspace_bytes(
         self, batch: int, s_q: int, heads: int, kv_lora_rank: int, capacity: int
@@ -73,9 +79,6 @@ class KernelAttention:
         causal: bool = True,
     ) -> AttentionOutput:
         """Attend over one layer's cache. Raises as `mla_decode`."""
-        device = q_latent.device
-        if device not in self._workspaces:
-            self._workspaces[device] = DecodeWorkspace(device)
         return mla_decode(
             q_latent,
             q_rope,
@@ -87,7 +90,7 @@ class KernelAttention:
             scale_format=self.scale_format,
             p_format=self.p_format,
             split_rule=self.split_rule,
-            workspace=self._workspaces[device],
+            workspace=self._workspace(q_latent.device),
         )
 
 
@@ -108,7 +111,7 @@ class FusedBackend(KernelAttention, Fp8PipelineBackend):
         self,
         scale_format: ScaleFormat = DEFAULT_SCALE_FORMAT,
         *,
-        p_format: PFormat = DEFAULT_P_FORMAT,
+        p_format: PFormat | None = None,
         split_rule: SplitRule = DEFAULT_SPLIT_RULE,
     ) -> None:
         Fp8PipelineBackend.__init__(self, scale_format)
@@ -135,6 +138,61 @@ class FusedBackend(KernelAttention, Fp8PipelineBackend):
     ) -> None:
         """Quantise tokens into their slots, in one launch. Raises as `append_kv`."""
         append_kv(c_kv, k_rope, cache, slot_mapping, scale_format=self.scale_format)
+
+    def append_projected(
+        self,
+        latent: Float[Tensor, "tokens kv_lora_rank"],
+        k_rope: Float[Tensor, "tokens qk_rope_head_dim"],
+        cache: LatentPages,
+        slot_mapping: Int[Tensor, " tokens"],
+        *,
+        norm_weight: Float[Tensor, " kv_lora_rank"],
+        norm_eps: float,
+        rotation: Rotation,
+        interleaved: bool,
+    ) -> None:
+        """Norm, rotate and quantise tokens into their slots, in one launch."""
+        fused_k_append(
+            latent,
+            k_rope,
+            cache,
+            slot_mapping,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            rotation=rotation,
+            interleaved=interleaved,
+            scale_format=self.scale_format,
+        )
+
+    def attend_projected(
+        self,
+        q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
+        q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
+        cache: LatentPages,
+        block_table: Int[Tensor, "batch max_pages"],
+        cache_seqlens: Int[Tensor, " batch"],
+        softmax_scale: float,
+        *,
+        rotation: Rotation,
+        interleaved: bool,
+        causal: bool = True,
+    ) -> AttentionOutput:
+        """Rotate and quantise the query in one launch, then attend."""
+        query = fused_q_quant(
+            q_latent, q_rope, rotation, interleaved=interleaved, scale_format=self.scale_format
+        )
+        return decode_quantized(
+            query,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            out_dtype=q_latent.dtype,
+            p_format=self.p_format,
+            split_rule=self.split_rule,
+            workspace=self._workspace(q_latent.device),
+        )
 
     def read_prefix(
         self,

@@ -42,7 +42,8 @@ def fused_k_append_reference(
 ) -> None:
     """Normalise the latent, rotate the rotary key, quantise for an FP8 cache, write."""
     if norm_weight is not None:
-        c_kv = F.rms_norm(c_kv, norm_weight.shape, norm_weight, norm_eps)
+        normed = F.rms_norm(c_kv.float(), norm_weight.shape, norm_weight.float(), norm_eps)
+        c_kv = normed.to(c_kv.dtype)
     if rotation is not None:
         k_rope = apply_rotary(k_rope, rotation, interleaved=interleaved)
     if len(cache) == 2:

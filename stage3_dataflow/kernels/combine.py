@@ -1,8 +1,9 @@
 """Merge the partial results of a row's splits, weighted by their lse.
 
-Requests of one split wrote their output themselves and are passed over. Splits are joined in order,
-`BLOCK_SPLITS` at a time, so the bits depend on the request's own number of splits only. Its meaning
-is `stage2_pv_pipeline.rescaled_pv.merge_partials`.
+Requests of one split wrote their output themselves and are passed over. A program takes a row's
+`BLOCK_WIDTH` channels and its splits `BLOCK_SPLITS` at a time, in order, so the bits depend on the
+request's own number of splits only. All lse are read first: the partials then wait for nothing.
+Its meaning is `stage2_pv_pipeline.rescaled_pv.merge_partials`.
 """
 
 import triton
@@ -25,11 +26,12 @@ def combine_kernel(
     max_splits,
     partial_splits,
     LATENT: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     SPLIT_GRANULE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Merge one row. Grid: (rows, requests)."""
+    """Merge some channels of one row. Grid: (rows, requests, channel blocks)."""
     row = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     length = readable_length(seqlens_ptr, request, capacity)
@@ -38,36 +40,42 @@ def combine_kernel(
         return
 
     first = request * partial_splits * num_rows + row
-    column = tl.arange(0, LATENT)
-    running_max = float("-inf")
-    denominator = 0.0
-    accumulator = tl.zeros([LATENT], tl.float32)
+    row_max = float("-inf")
     met_bad_page = False
     for block in range(0, num_splits, BLOCK_SPLITS):
         split = block + tl.arange(0, BLOCK_SPLITS)
-        written = split < num_splits  # what nobody wrote is not read
-        place = first + split * num_rows
-        lse = tl.load(partial_lse_ptr + place, mask=written, other=float("-inf"))
+        lse = tl.load(
+            partial_lse_ptr + first + split * num_rows,
+            mask=split < num_splits,  # what nobody wrote is not read
+            other=float("-inf"),
+        )
         met_bad_page = met_bad_page | (tl.max((lse == BAD_PAGE).to(tl.int32), axis=0) > 0)
-        block_max = tl.maximum(running_max, tl.max(lse, axis=0))
-        shift = tl.where(block_max == float("-inf"), 0.0, block_max)
-        weight = tl.exp(lse - shift)  # [BLOCK_SPLITS]; NaN only behind a bad page
-        decay = tl.exp(running_max - shift)
+        row_max = tl.maximum(row_max, tl.max(lse, axis=0))
+
+    shift = tl.where(met_bad_page | (row_max == float("-inf")), 0.0, row_max)
+    column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    denominator = 0.0
+    accumulator = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for block in range(0, num_splits, BLOCK_SPLITS):
+        split = block + tl.arange(0, BLOCK_SPLITS)
+        place = first + split * num_rows
+        lse = tl.load(partial_lse_ptr + place, mask=split < num_splits, other=float("-inf"))
+        lse = tl.where(met_bad_page, float("-inf"), lse)  # the whole row is empty then
+        weight = tl.exp(lse - shift)  # [BLOCK_SPLITS]
         partial = tl.load(
             partial_out_ptr + place[:, None] * LATENT + column[None, :],
-            mask=(written & (weight > 0.0))[:, None],
+            mask=(lse > float("-inf"))[:, None],  # an empty split's weight is 0
             other=0.0,
         )
-        denominator = denominator * decay + tl.sum(weight, axis=0)
-        accumulator = accumulator * decay + tl.sum(weight[:, None] * partial, axis=0)
-        running_max = block_max
+        denominator += tl.sum(weight, axis=0)
+        accumulator += tl.sum(weight[:, None] * partial, axis=0)
 
-    empty = met_bad_page | (denominator == 0.0)
+    empty = denominator == 0.0
     denominator = tl.where(empty, 1.0, denominator)
     out = tl.where(empty, 0.0, accumulator / denominator)
-    lse = tl.where(empty, float("-inf"), running_max + tl.log(denominator))
     place = request * num_rows + row
-    tl.store(lse_ptr + place, lse)
     tl.store(
         out_ptr + place * LATENT + column, to_float(out, out_ptr.dtype.element_ty, INTERPRETED)
     )
+    if tl.program_id(2) == 0:
+        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), shift + tl.log(denominator)))

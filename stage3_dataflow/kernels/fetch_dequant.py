@@ -10,14 +10,52 @@ import triton.language as tl
 from stage3_dataflow.kernels.rounding import BF16_MAX, clamp, to_float
 
 
+@triton.jit(do_not_specialize=["num_pages", "table_stride", "table_width"])
+def readable_lengths_kernel(
+    table_ptr,
+    seqlens_ptr,
+    lengths_ptr,
+    num_pages,
+    table_stride,
+    table_width,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+):
+    """Write each request's length; 0 where it or a page it needs is not one the pool could have."""
+    request = tl.program_id(0).to(tl.int64)
+    length = tl.load(seqlens_ptr + request)
+    readable = (length >= 0) & (length <= table_width * PAGE_SIZE)
+    needed = tl.where(readable, tl.cdiv(length, PAGE_SIZE), 0)
+    for start in range(0, needed, BLOCK_PAGES):
+        column = start + tl.arange(0, BLOCK_PAGES)
+        page = tl.load(table_ptr + request * table_stride + column, mask=column < needed, other=0)
+        outside = (page < 0) | (page >= num_pages)
+        readable = readable & (tl.max(outside.to(tl.int32), axis=0) == 0)
+    tl.store(lengths_ptr + request, tl.where(readable, length, 0))
+
+
 @triton.jit
+def request_of_rows(ends_ptr, row, batch, STEPS: tl.constexpr):
+    """Find the request that each packed row belongs to, by bisection; `batch` behind the last."""
+    low = tl.zeros(row.shape, tl.int32)
+    high = low + batch
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        open_interval = low < high
+        behind = tl.load(ends_ptr + middle, mask=open_interval, other=0) <= row
+        low = tl.where(open_interval & behind, middle + 1, low)
+        high = tl.where(open_interval & (behind == 0), middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows", "batch", "num_pages", "table_stride"])
 def fetch_dequant_kernel(
     codes_ptr,
     scale_ptr,
     rope_ptr,
     table_ptr,
-    request_ptr,
-    starts_ptr,
+    lengths_ptr,
+    ends_ptr,
     out_ptr,
     num_rows,
     batch,
@@ -33,18 +71,19 @@ def fetch_dequant_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Copy a block of packed rows.
+    """Copy a block of packed rows; `ends` is the running sum of `lengths`.
 
-    `request` names each row's request, `starts` where a request's rows begin. A row of no request
-    (behind the last one) comes out 0.
+    A row of no request (behind the last one) comes out 0.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = row < num_rows
-    request = tl.load(request_ptr + row, mask=inside, other=batch).to(tl.int64)
-    live = request < batch
-    token = row - tl.load(starts_ptr + request, mask=live, other=0)
+    request = request_of_rows(ends_ptr, row, batch, STEPS).to(tl.int64)
+    live = inside & (request < batch)
+    end = tl.load(ends_ptr + request, mask=live, other=0)
+    token = row - end + tl.load(lengths_ptr + request, mask=live, other=0)
     page = tl.load(table_ptr + request * table_stride + token // PAGE_SIZE, mask=live, other=0).to(
         tl.int64
     )

@@ -38,7 +38,9 @@ def snap_to_e4m3(x):
     magnitude = tl.maximum(tl.abs(x), E4M3_SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.NONE)
     binade = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = binade * 0.125  # three mantissa bits
-    return (x / step + RINT_MAGIC - RINT_MAGIC) * step
+    size = (tl.abs(x) / step + RINT_MAGIC - RINT_MAGIC) * step
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000  # that of zero too
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -47,8 +49,9 @@ def e4m3_code(x):
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     normal = ((bits >> 20) & 0x7FF) - ((127 - 7) << 3)  # exponent and three mantissa bits, rebased
-    subnormal = (tl.abs(x) * 512.0).to(tl.int32)
-    code = sign | tl.where(tl.abs(x) < E4M3_SMALLEST_NORMAL, subnormal, normal)
+    is_subnormal = tl.abs(x) < E4M3_SMALLEST_NORMAL  # not where x is NaN, which no integer can be
+    subnormal = (tl.where(is_subnormal, tl.abs(x), 0.0) * 512.0).to(tl.int32)
+    code = sign | tl.where(is_subnormal, subnormal, normal)
     return tl.where(x != x, E4M3_NAN_CODE, code)
 
 
@@ -66,7 +69,8 @@ def to_float(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        rounded = tl.where(x != x, bits, rounded)  # a NaN's bits could carry into infinity
+        # A NaN could carry into infinity, or lose all the bits that make it one: make it quiet.
+        rounded = tl.where(x != x, bits | 0x00400000, rounded)
         return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
     return x.to(DTYPE)
 

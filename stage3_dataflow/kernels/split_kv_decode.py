@@ -151,7 +151,7 @@ def split_kv_decode_kernel(
     start, end, num_splits = split_bounds(length, split, min_tokens, max_splits, SPLIT_GRANULE)
     if split >= num_splits:
         return
-    last_visible = length - 1  # [BLOCK_ROWS] of token positions, by query token
+    last_visible = tl.zeros_like(query) + (length - 1)  # [BLOCK_ROWS] token positions
     if CAUSAL:
         last_visible = length - s_q + query
 
@@ -247,7 +247,7 @@ def split_kv_decode_kernel(
             accumulator = accumulator * ratio[:, None] + tile
         else:
             accumulator *= decay[:, None]
-            values = operand(latent.to(tl.bfloat16), INTERPRETED)
+            values = operand(latent.to(tl.float32).to(tl.bfloat16), INTERPRETED)
             p = operand(to_float(p, tl.bfloat16, INTERPRETED), INTERPRETED)
             accumulator = tl.dot(p, values, accumulator)
 

@@ -1,0 +1,1036 @@
+"""The decode kernel for Hopper, in Gluon: TMA, mbarriers and FP8 wgmma written out.
+
+The mathematics is stage 2's, block by block of 64 tokens; what is new is who does what. A program
+attends for one tile of rows (a row is a query token and a head) over one split of a request, with
+four roles that hand tiles to each other through shared memory:
+
+===============  =====  =========  ===============================================================
+role             warps  registers  work
+===============  =====  =========  ===============================================================
+`load_blocks`    1      24         TMA: tokens' codes, scale and rope, a ring of four blocks
+`weigh_blocks`   4      88         scores (FP8 latent, then BF16 rope product), online softmax, P
+`add_values`     4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
+===============  =====  =========  ===============================================================
+
+(128 and 176 registers for a tile of at most 32 rows, whose O is half as large.)
+
+Three things shape it.
+
+*V lies the wrong way round.* FP8 wgmma contracts along contiguous memory; V is the cached latent,
+token by token. So the product is turned, O^T = V^T P^T: V^T comes from registers, read by the
+transposing loads for 16-bit matrices. Each then holds two tokens of two dimensions, and one byte
+permutation a register gives the even and the odd dimensions apart.
+
+*The FP8 accumulator forgets.* It keeps about 14 bits, so products much smaller than what has been
+summed vanish. Every block's P @ V starts from zero and joins O in float32, `O = O ratio + block`:
+the multiplication the online softmax needs anyway.
+
+*Sigma by logarithms.* With score_log2 the score in units of log2, u = score_log2 + log2(scale) is
+the logarithm of P x scale but for the row's maximum. R = max u over the block (at least the running
+maximum - 60) makes 2^(u - R) 448 *the* e4m3 weight, whose largest is 448 exactly: stage 2's sigma
+is 2^R / 448, and there is no division. ratio = 2^(R_before - R), at most 2^60.
+
+The four roles fit: no register is spilled, and no wgmma waits for another's registers. A test
+compiles the kernel without a GPU and asserts both, because neither is an error to a compiler.
+
+References
+----------
+SnapMLA (arXiv 2602.10718), sections 3.2 and 3.3.
+"""
+
+import math
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from stage1_quant.fp8_latent_cache import LatentPages
+from stage1_quant.quantize import QuantizedRows
+from stage3_dataflow.kernels.gluon_api import (
+    arrive_after_words,
+    device_record,
+    load_tile,
+    load_words,
+    reinterpret,
+    relabel_accumulator,
+)
+
+KV_LORA_RANK = gl.constexpr(512)
+QK_ROPE_HEAD_DIM = gl.constexpr(64)
+BLOCK_TOKENS = gl.constexpr(64)
+"""Tokens of a block: the unit of the ring, of P's scale and of promotion to float32."""
+HALF_RANK = gl.constexpr(256)
+"""Latent dimensions of one of the two `add_values` warpgroups."""
+CODE_CHUNK = gl.constexpr(128)
+"""Codes in a row of a TMA box: 128 bytes, the widest swizzle."""
+CHUNKS = gl.constexpr(512 // 128)
+SCALES_OF_TMA = gl.constexpr(32)
+"""Scales of 128 bytes: the TMA writes to multiples of that in shared memory only."""
+STAGES = gl.constexpr(4)
+"""Blocks in the ring: 164 KB of the 227 KB of shared memory a program can have."""
+WEIGHT_SLOTS = gl.constexpr(2)
+
+LOG2_E4M3_MAX = gl.constexpr(math.log2(448.0))
+LN2 = gl.constexpr(math.log(2.0))
+UNIT_FLOOR = gl.constexpr(60.0)
+"""A block whose P x scale lies this many powers of two below the running maximum is quantised in
+the maximum's unit, where it adds nothing that float32 would keep; the ratio stays within 2^60."""
+LOWEST_LOG2 = gl.constexpr(-3.0e38)
+"""Where maxima start: under every score but finite, so that a row's difference to it is a number
+while everything seen so far is masked (-inf)."""
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+ROPE_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+SCORE_TOKENS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+PER_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+STORED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+"""A warp stores 128 neighbouring dimensions of a row."""
+
+SWIZZLED_CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+SWIZZLED_ROPE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SWIZZLED_OUTPUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+SWIZZLED_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+FLAT_SCALE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@device_record
+class BlockRing:
+    """Blocks of 64 tokens on their way from the cache.
+
+    The last of `full` is the producer's own: it clears a last block's unused slots before it lets
+    the others read it.
+    """
+
+    codes: gl.shared_memory_descriptor  # [STAGES, 64, 512] e4m3
+    rope: gl.shared_memory_descriptor  # [STAGES, 64, 64] bf16
+    scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
+    full: gl.shared_memory_descriptor  # [STAGES + 1, 1]
+    empty: gl.shared_memory_descriptor  # [STAGES, 1]
+
+
+@device_record
+class WeightQueue:
+    """P of one block on its way to P @ V, with the ratio that O takes before it."""
+
+    weights: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 64 rows, 64 tokens] e4m3
+    ratio: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 64 rows] f32
+    full: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
+    empty: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
+
+
+@device_record
+class ScoreInputs:
+    """What `weigh_blocks` alone reads: the query tile, and each block's terms of the scale."""
+
+    query_codes: gl.shared_memory_descriptor  # [64 rows, 512] e4m3
+    query_rope: gl.shared_memory_descriptor  # [64 rows, 64] bf16
+    query_full: gl.shared_memory_descriptor
+    log2_scale: gl.shared_memory_descriptor  # [2, 64 tokens] f32
+    inverse_scale: gl.shared_memory_descriptor  # [2, 64 tokens] f32
+
+
+@device_record
+class Ending:
+    """What the roles tell each other behind the last block."""
+
+    place: gl.shared_memory_descriptor  # [4, 1] i32: out_row, live_rows, is_split of `Work`,
+    # and how many tokens of the split the request's first row sees
+    bad_page: gl.shared_memory_descriptor  # [1] i32: some page id of the split is no page
+    bad_page_full: gl.shared_memory_descriptor
+    normalizer: gl.shared_memory_descriptor  # [64 rows] f32: 1 / l, 0 for an empty row
+    normalizer_full: gl.shared_memory_descriptor
+    ring_unused: gl.shared_memory_descriptor  # both warpgroups have read their last block
+
+
+@device_record
+class Work:
+    """One program's part: a tile of a request's rows over one split of its tokens."""
+
+    live_rows: gl.tensor  # of the tile: the request may end within it
+    out_row: gl.tensor  # the tile's first row in `out`, or in the partials when split
+    is_split: gl.tensor  # i32, 0 or 1
+    first_block: gl.tensor  # of the split, in the request
+    blocks: gl.tensor
+    tokens: gl.tensor  # of the split: at most 64 blocks
+
+
+@gluon.jit
+def load_blocks(
+    codes_plane, rope_plane, scale_plane, table, num_pages, rows_per_page, ring, ending, work,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Fetch the split's blocks in order; the producer, one warp.
+
+    A page id that is no page is replaced by page 0, and the whole split is marked: nothing outside
+    the planes is read, and nobody waits for a block that never comes.
+    """
+    BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_TOKENS else BLOCK_TOKENS
+    BOXES: gl.constexpr = BLOCK_TOKENS // BOX
+    codes = reinterpret(
+        ring.codes, gl.float8e4nv, [STAGES * CHUNKS * BOXES, BOX, CODE_CHUNK], SWIZZLED_CODES
+    )
+    rope = reinterpret(
+        ring.rope, gl.bfloat16, [STAGES * BOXES, BOX, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+    )
+    SCALE_BY_TMA: gl.constexpr = BOX >= SCALES_OF_TMA
+    BYTES: gl.constexpr = BLOCK_TOKENS * (
+        KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM + (4 if SCALE_BY_TMA else 0)
+    )
+    scale = reinterpret(ring.scale, gl.float32, [STAGES * BOXES, BOX], FLAT_SCALE)
+    codes_rows_per_page, rope_rows_per_page, scale_rows_per_page = rows_per_page
+    first_token = work.first_block * BLOCK_TOKENS
+    last_column = (first_token + work.tokens - 1) // PAGE_SIZE
+    bad_page = work.blocks * 0
+    for i in range(work.blocks):
+        stage = i % STAGES
+        # A last block that is not full goes to the spare barrier, and to the consumers below.
+        barrier = ring.full.index(
+            gl.where(i * BLOCK_TOKENS + BLOCK_TOKENS > work.tokens, STAGES, stage)
+        )
+        for box in range(BOXES):
+            token = first_token + i * BLOCK_TOKENS + box * BOX
+            # Entries behind the request's end are not followed: its last page is fetched again.
+            page = gl.load(table + gl.minimum(token // PAGE_SIZE, last_column))
+            if box == 0:
+                mbarrier.wait(ring.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+                if not SCALE_BY_TMA:
+                    load_scales(
+                        scale_plane, table, num_pages, scale_rows_per_page, ring.scale.index(stage),
+                        barrier, first_token + i * BLOCK_TOKENS, last_column, PAGE_SIZE,
+                    )  # fmt: skip
+                mbarrier.expect(barrier, BYTES)
+            bad = (page < 0) | (page >= num_pages)
+            bad_page = bad_page | bad.to(gl.int32)
+            page = gl.where(bad, 0, page)
+            slot = token % PAGE_SIZE
+            for chunk in gl.static_range(CHUNKS):
+                load_tile(
+                    codes_plane, [page * codes_rows_per_page + slot, chunk * CODE_CHUNK], barrier,
+                    codes.index((stage * CHUNKS + chunk) * BOXES + box),
+                )  # fmt: skip
+            load_tile(
+                rope_plane, [page * rope_rows_per_page + slot, 0], barrier,
+                rope.index(stage * BOXES + box),
+            )  # fmt: skip
+            if SCALE_BY_TMA:
+                load_tile(
+                    scale_plane, [page * scale_rows_per_page + slot], barrier,
+                    scale.index(stage * BOXES + box),
+                )  # fmt: skip
+    store_scalar(ending.bad_page, bad_page)
+    mbarrier.arrive(ending.bad_page_full, count=1)
+    if work.tokens % BLOCK_TOKENS != 0:
+        stage = (work.blocks - 1) % STAGES
+        mbarrier.wait(ring.full.index(STAGES), 0)
+        clear_slots(ring, stage, work.tokens % BLOCK_TOKENS)
+        fence_async_shared()
+        mbarrier.arrive(ring.full.index(stage), count=1)
+
+
+@gluon.jit
+def load_scales(
+    plane, table, num_pages, rows_per_page, destination, barrier, first_token, last_column,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Fetch a block's scales word by word, from a pointer; the barrier's phase waits for them.
+
+    The arrival is counted up and down again, so it has to come before the phase's last.
+    """
+    token = first_token + gl.arange(0, BLOCK_TOKENS, PER_LANE)
+    page = gl.load(table + gl.minimum(token // PAGE_SIZE, last_column))
+    page = gl.where((page < 0) | (page >= num_pages), 0, page)
+    row = page.to(gl.int64) * rows_per_page + token % PAGE_SIZE
+    load_words(destination, plane + row)
+    arrive_after_words(barrier)
+
+
+@gluon.jit
+def clear_slots(ring, stage, first):
+    """Make slots `first` to 63 of a stage tokens of zeros with scale 1.
+
+    Unwritten slots may hold NaN, and a weight of zero does not silence it: 0 x NaN is NaN. The
+    128 bytes of a row stay within it under the swizzle, so clearing needs no regard for that.
+    """
+    codes = reinterpret(ring.codes, gl.int32, [STAGES * CHUNKS * BLOCK_TOKENS, 32], FLAT)
+    rope = reinterpret(ring.rope, gl.int32, [STAGES * BLOCK_TOKENS, 32], FLAT)
+    scale = reinterpret(ring.scale, gl.float32, [STAGES * BLOCK_TOKENS, 1], FLAT)
+    zeros = gl.zeros([32], gl.int32, PER_LANE)
+    for slot in range(first, BLOCK_TOKENS):
+        for chunk in gl.static_range(CHUNKS):
+            codes.index((stage * CHUNKS + chunk) * BLOCK_TOKENS + slot).store(zeros)
+        rope.index(stage * BLOCK_TOKENS + slot).store(zeros)
+        scale.index(stage * BLOCK_TOKENS + slot).store(gl.full([1], 1.0, gl.float32, PER_LANE))
+
+
+@gluon.jit
+def store_scalar(memory, value):
+    """Write an int32 that all threads have to shared memory [1]."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    memory.store(gl.zeros([1], gl.int32, layout) + value)
+
+
+@gluon.jit
+def read_scalar(memory):
+    """Read it back."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(memory.load(layout), 0)
+
+
+@gluon.jit
+def read_place(ending):
+    """Where the tile's rows go. Read behind the loop: across it there are no registers to spare."""
+    is_split = read_scalar(ending.place.index(2)) != 0
+    return read_scalar(ending.place.index(0)), read_scalar(ending.place.index(1)), is_split
+
+
+@gluon.jit
+def weigh_blocks(
+    query_scale, lse, partial_lse, ring, queue, inputs, ending, blocks, query_row, live_rows,
+    score_scale_log2, heads, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Scores, online softmax and P of every block; one warpgroup.
+
+    P of block i is stored before the scores of block i + 1 are started, and published after they
+    are finished: published earlier, the P @ V warpgroups' products queue in front of the scores
+    that everybody waits for next. A tile of few rows has short products, and publishes at once.
+
+    Only the last blocks can hold a token that some row does not see: the last one, and under a
+    causal mask (s_q at most 65) also the one before it.
+    """
+    MASKED_BLOCKS: gl.constexpr = 2 if CAUSAL else 1
+    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
+    row = gl.arange(0, 64, SCORE_ROWS)
+    row_scale = gl.load(query_scale + query_row + row, mask=row < live_rows, other=0.0)
+    row_scale = row_scale * score_scale_log2
+    running_max = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
+    unit = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
+    partial_sum = sum_in_thread(gl.zeros([64, 64], gl.float32, SCORES))
+    mbarrier.wait(inputs.query_full, 0)
+    seen_whole = gl.maximum(blocks - MASKED_BLOCKS, 0)
+    for i in range(seen_whole):
+        running_max, unit, partial_sum = weigh_block(
+            i, running_max, unit, partial_sum, row_scale, blocks, ring, queue, inputs,
+            AT_ONCE, False,
+        )  # fmt: skip
+    # Tokens of the split that a row sees: [64, 1], or one number for all rows.
+    visible = read_scalar(ending.place.index(3))
+    if CAUSAL:
+        row = gl.program_id(0) * BLOCK_ROWS + gl.arange(0, 64, SCORE_ROWS)
+        visible += (row // heads)[:, None]
+    for i in range(seen_whole, blocks):
+        running_max, unit, partial_sum = weigh_block(
+            i, running_max, unit, partial_sum, row_scale, visible, ring, queue, inputs,
+            AT_ONCE, True,
+        )  # fmt: skip
+    if not AT_ONCE:
+        mbarrier.arrive(queue.full.index((blocks - 1) % WEIGHT_SLOTS), count=1)
+
+    total = gl.convert_layout(gl.sum(partial_sum, 1), SCORE_ROWS)
+    mbarrier.wait(ending.bad_page_full, 0)
+    bad_page = read_scalar(ending.bad_page) != 0
+    out_row, live_rows, is_split = read_place(ending)
+    empty = (total == 0.0) | bad_page
+    ending.normalizer.store(gl.where(empty, 0.0, 1.0 / total))
+    mbarrier.arrive(ending.normalizer_full, count=1)
+    row_lse = (unit - LOG2_E4M3_MAX + gl.log2(total)) * LN2
+    # A split tells the combine kernel of a bad page by a log-sum-exp no attention can have.
+    mark = gl.where(bad_page & is_split, float("inf"), float("-inf"))
+    row_lse = gl.where(empty, mark, row_lse)
+    row = gl.arange(0, 64, SCORE_ROWS)
+    if is_split:
+        gl.store(partial_lse + out_row + row, row_lse, mask=row < live_rows)
+    else:
+        gl.store(lse + out_row + row, row_lse, mask=row < live_rows)
+
+
+@gluon.jit
+def score_block(i, ring, inputs):
+    """Start a block's [64 rows, 64 tokens] scores, work out its scale terms meanwhile, and wait.
+
+    The latent product comes first: a large rotary score in the FP8 accumulator would cost the
+    latent's small products.
+    """
+    stage = i % STAGES
+    mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+    scale = ring.scale.index(stage).load(PER_THREAD)
+    zeros = gl.zeros([64, 64], gl.float32, SCORES)
+    scores = warpgroup_mma(
+        inputs.query_codes, ring.codes.index(stage).permute((1, 0)), zeros,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    scores = relabel_accumulator(scores, ROPE_SCORES)
+    scores = warpgroup_mma(
+        inputs.query_rope, ring.rope.index(stage).permute((1, 0)), scores, is_async=True
+    )
+    scores = relabel_accumulator(scores, SCORES)
+    # One thread a token here; in the scores' layout every thread would need those of 16 tokens.
+    inputs.log2_scale.index(i % 2).store(approximate("lg2", scale))
+    inputs.inverse_scale.index(i % 2).store(approximate("rcp", scale))
+    return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def weigh_block(
+    i, running_max, unit, partial_sum, row_scale, visible, ring, queue, inputs,
+    AT_ONCE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """One block's scores and its step of the online softmax, up to P in shared memory.
+
+    See "Sigma by logarithms" above. Returns the running maximum and the block's unit R, both log2
+    of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over four
+    threads a row.
+    """
+    scores = score_block(i, ring, inputs)
+    if not AT_ONCE:
+        mbarrier.arrive(queue.full.index((i + 1) % WEIGHT_SLOTS), count=1, pred=i > 0)
+    scale = ring.scale.index(i % STAGES).load(SCORE_TOKENS)
+    # The scales' product first: either alone could push a finite score past float32.
+    weighted_log2 = scores * (scale[None, :] * row_scale[:, None])
+    weighted_log2 += inputs.log2_scale.index(i % 2).load(SCORE_TOKENS)[None, :]
+    if MASKED:
+        token = i * BLOCK_TOKENS + gl.arange(0, 64, SCORE_TOKENS)
+        weighted_log2 = gl.where(token[None, :] < visible, weighted_log2, float("-inf"))
+    block_max = gl.convert_layout(max_over_tokens(weighted_log2), SCORE_ROWS, assert_trivial=True)
+    running_max = gl.maximum(running_max, block_max)
+    new_unit = gl.maximum(block_max, running_max - UNIT_FLOOR)
+    weights = gl.exp2(weighted_log2 - (new_unit - LOG2_E4M3_MAX)[:, None])
+    ratio = gl.exp2(unit - new_unit)
+    # The sum before P: P waits for the next scores anyway, and the registers don't hold more.
+    inverse_scale = inputs.inverse_scale.index(i % 2).load(SCORE_TOKENS)
+    thread_ratio = gl.convert_layout(
+        ratio, gl.SliceLayout(1, partial_sum.type.layout), assert_trivial=True
+    )
+    partial_sum = partial_sum * thread_ratio[:, None] + sum_in_thread(
+        weights * inverse_scale[None, :]
+    )
+
+    slot = i % WEIGHT_SLOTS
+    mbarrier.wait(queue.empty.index(slot), ((i // WEIGHT_SLOTS) & 1) ^ 1)
+    # The order of tokens along the contraction in which `load_values` has V.
+    weight_codes = weights.to(gl.float8e4nv).reshape([64, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    queue.weights.index(slot).store(weight_codes.reshape([64, 64]))
+    queue.ratio.index(slot).store(ratio)
+    fence_async_shared()
+    if AT_ONCE:
+        mbarrier.arrive(queue.full.index(slot), count=1)
+    return running_max, new_unit, partial_sum
+
+
+@gluon.jit
+def by_thread(x):
+    """[64 rows, 64 tokens] with the tokens' axis taken apart: axis 4 lies across four threads.
+
+    A reduction axis by axis is a tree; over the whole axis it is a chain of 16 instructions, each
+    waiting for the one before.
+    """
+    return x.reshape([64, 2, 2, 2, 4, 2])
+
+
+@gluon.jit
+def max_over_tokens(x):
+    """Maximum of every row, [64]."""
+    x = gl.max(gl.max(gl.max(gl.max(by_thread(x), 5), 3), 2), 1)
+    return gl.max(x, 1)
+
+
+@gluon.jit
+def sum_in_thread(x):
+    """Sum of a row's elements within each of its four threads, [64, 4]."""
+    return gl.sum(gl.sum(gl.sum(gl.sum(by_thread(x), 5), 3), 2), 1)
+
+
+@gluon.jit
+def approximate(FUNCTION: gl.constexpr, x):
+    """Base-2 logarithm ("lg2") or reciprocal ("rcp") by the hardware's own instruction."""
+    return gl.inline_asm_elementwise(
+        FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def add_values(
+    out, partial_out, ring, queue, ending, blocks, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr
+):
+    """O^T of half the latent dimensions over all blocks, then the output; one warpgroup.
+
+    O lies in four tiles of 64 dimensions, taken in turn, so that one block's product needs 32
+    registers a thread beside O's 128.
+    """
+    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
+    o0 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
+    o1 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
+    o2 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
+    o3 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
+    for i in range(blocks):
+        stage = i % STAGES
+        slot = i % WEIGHT_SLOTS
+        codes = ring.codes.index(stage)
+        mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+        even, odd = load_values(codes, HALF, 0, ACCUMULATOR)
+        mbarrier.wait(queue.full.index(slot), (i // WEIGHT_SLOTS) & 1)
+        weights = queue.weights.index(slot).slice(0, BLOCK_ROWS, dim=0).permute((1, 0))
+        block = start_product(even, weights, ACCUMULATOR, BLOCK_ROWS)
+        ratio = queue.ratio.index(slot).slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
+        o0 = o0 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
+        block = start_product(odd, weights, ACCUMULATOR, BLOCK_ROWS)
+        o1 = o1 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
+        even, odd = load_values(codes, HALF, 1, ACCUMULATOR)
+        block = start_product(even, weights, ACCUMULATOR, BLOCK_ROWS)
+        # Behind the product that takes the last values from registers. A barrier right behind
+        # their load would let the next block overwrite what has not arrived yet.
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        o2 = o2 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
+        block = start_product(odd, weights, ACCUMULATOR, BLOCK_ROWS)
+        o3 = o3 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
+        mbarrier.arrive(queue.empty.index(slot), count=1)
+
+    # O passes through the ring, which no role reads any more: a thread holds single elements of
+    # many rows, and storing those one by one would take longer than several blocks.
+    mbarrier.arrive(ending.ring_unused, count=1)
+    mbarrier.wait(ending.normalizer_full, 0)
+    normalizer = ending.normalizer.slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
+    mbarrier.wait(ending.ring_unused, 0)
+    staged = reinterpret(ring.codes, gl.float32, [2, 64, HALF_RANK], SWIZZLED_OUTPUT)
+    staged = staged.index(HALF).slice(0, BLOCK_ROWS, dim=0)
+    staged.slice(0, 128, dim=1).store(normalized(o0, o1, normalizer))
+    staged.slice(128, 128, dim=1).store(normalized(o2, o3, normalizer))
+    out_row, live_rows, is_split = read_place(ending)
+    if is_split:
+        store_rows(partial_out, staged, out_row, live_rows, HALF, BLOCK_ROWS)
+    else:
+        store_rows(out, staged, out_row, live_rows, HALF, BLOCK_ROWS)
+
+
+@gluon.jit
+def load_values(codes, HALF: gl.constexpr, PAIR_GROUP: gl.constexpr, ACCUMULATOR: gl.constexpr):
+    """V^T of 128 dimensions as two wgmma operands [64 dims, 64 tokens]: the even and the odd ones.
+
+    Pairs of codes are read as 16-bit numbers in a layout that the transposing loads serve: a
+    register then holds pair d of tokens t and t + 1. A byte permutation collects the first codes
+    of each pair of pairs, another the second ones. The rest renames: the tokens, in the order
+    (bits 5, 4; 2, 1; 3, 0) of their number, are where a wgmma operand has its contraction.
+    """
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], [0, 8], [16, 0], [32, 0]],
+        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 16], [0, 32]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+    pairs = reinterpret(codes, gl.int16, [BLOCK_TOKENS, KV_LORA_RANK // 2], SWIZZLED_ROPE)
+    pairs = pairs.slice(HALF * 128 + PAIR_GROUP * 64, 64, dim=1).load(PAIRS)
+    even, odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420;\nprmt.b32 $1, $2, $3, 0x7531;",
+        "=r,=r,r,r",
+        [pairs],
+        dtype=(gl.float8e4nv, gl.float8e4nv),
+        is_pure=True,
+        pack=4,
+    )
+    return values_operand(even, ACCUMULATOR), values_operand(odd, ACCUMULATOR)
+
+
+@gluon.jit
+def values_operand(codes, ACCUMULATOR: gl.constexpr):
+    """[64 tokens, 64 dims] as loaded to [64 dims, 64 tokens] as multiplied; no data moves."""
+    turned = codes.reshape([4, 2, 4, 2, 64]).permute((4, 0, 2, 1, 3)).reshape([64, 64])
+    return gl.convert_layout(turned, gl.DotOperandLayout(0, ACCUMULATOR, 4), assert_trivial=True)
+
+
+@gluon.jit
+def start_product(values, weights, ACCUMULATOR: gl.constexpr, BLOCK_ROWS: gl.constexpr):
+    """Start V^T @ P^T of one block from zero: [64 dims, rows]."""
+    zeros = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
+    return warpgroup_mma(values, weights, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def normalized(even, odd, normalizer):
+    """Even and odd dimensions [64, rows] each to the output's [rows, 128]; 0 where nothing is seen.
+
+    Multiplying by zero would not do: behind a bad page stands anything, NaN included.
+    """
+    even = gl.where((normalizer == 0.0)[None, :], 0.0, even * normalizer[None, :])
+    odd = gl.where((normalizer == 0.0)[None, :], 0.0, odd * normalizer[None, :])
+    joined = gl.join(even, odd).permute((1, 0, 2))
+    return joined.reshape([joined.shape[0], 128])
+
+
+@gluon.jit
+def store_rows(out, staged, out_row, live_rows, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr):
+    """Write the tile's rows of this half, in `out`'s dtype: only those that the request has."""
+    out += out_row.to(gl.int64) * KV_LORA_RANK
+    dim = HALF * HALF_RANK + gl.arange(0, HALF_RANK, gl.SliceLayout(0, STORED))
+    for start in gl.static_range(0, BLOCK_ROWS, 16):
+        row = start + gl.arange(0, 16, gl.SliceLayout(1, STORED))
+        values = staged.slice(start, 16, dim=0).load(STORED)  # [16, 256] f32
+        address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
+        gl.store(address, values.to(out.dtype.element_ty), mask=(row < live_rows)[:, None])
+
+
+@gluon.jit
+def store_empty_rows(out, lse, work, BLOCK_ROWS: gl.constexpr):
+    """Write the tile's rows of a request without tokens: 0, with log-sum-exp -inf."""
+    out += work.out_row.to(gl.int64) * KV_LORA_RANK
+    dim = gl.arange(0, KV_LORA_RANK, gl.SliceLayout(0, STORED))
+    for start in gl.static_range(0, BLOCK_ROWS, 16):
+        row = start + gl.arange(0, 16, gl.SliceLayout(1, STORED))
+        live = row < work.live_rows
+        address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
+        gl.store(
+            address, gl.zeros([16, KV_LORA_RANK], out.dtype.element_ty, STORED), mask=live[:, None]
+        )
+        gl.store(
+            lse + work.out_row + row,
+            gl.full([16], float("-inf"), gl.float32, row.type.layout),
+            mask=live,
+        )
+
+
+@gluon.jit
+def split_of_request(length, split, min_tokens, max_splits):
+    """Blocks of one split of a request, from its length alone: (number of splits, first, end)."""
+    blocks = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    splits = gl.minimum((length - 1) // min_tokens + 1, max_splits)
+    blocks_a_split = gl.maximum((blocks + splits - 1) // gl.maximum(splits, 1), 1)
+    splits = (blocks + blocks_a_split - 1) // blocks_a_split
+    first = split * blocks_a_split
+    return splits, first, gl.minimum(first + blocks_a_split, blocks)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "heads", "num_pages", "codes_rows_per_page", "rope_rows_per_page",
+        "scale_rows_per_page", "table_stride", "capacity", "min_tokens", "max_splits",
+        "partial_splits",
+    ]
+)  # fmt: skip
+def hopper_decode_kernel(
+    query_codes,  # TMA descriptor of [batch rows, 512] e4m3, boxes of [64, 512]
+    query_rope,  # ... of [batch rows, 64] bf16, boxes of [64, 64]
+    codes_plane,  # ... of [row, 512] e4m3, in boxes of [BOX, 128]; page p from p rows_per_page
+    rope_plane,  # ... of [row, 64] bf16, boxes of [BOX, 64]
+    scale_plane,  # ... of [row] f32, boxes of [BOX]; the plane itself where BOX is 16
+    query_scale,  # [batch, rows] f32
+    block_table,  # [batch, max_pages] i32
+    cache_seqlens,  # [batch] i32
+    out,  # [batch, rows, 512]
+    lse,  # [batch, rows] f32
+    partial_out,  # [batch, partial_splits, rows, 512] f32
+    partial_lse,  # [batch, partial_splits, rows] f32
+    score_scale_log2,
+    rows,
+    heads,
+    num_pages,
+    codes_rows_per_page,
+    rope_rows_per_page,
+    scale_rows_per_page,
+    table_stride,
+    capacity,
+    min_tokens,
+    max_splits,
+    partial_splits,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Attend for one tile of rows over one split of one request; see the module's docstring.
+
+    The grid is (tiles, splits, batch): the tiles of a request run side by side and share its blocks
+    in L2.
+    """
+    split = gl.program_id(1)
+    request = gl.program_id(2)
+    length = gl.load(cache_seqlens + request)
+    length = gl.where((length < 0) | (length > capacity), 0, length)
+    splits, first_block, end_block = split_of_request(length, split, min_tokens, max_splits)
+    is_split = (splits > 1).to(gl.int32)
+    first_row = gl.program_id(0) * BLOCK_ROWS
+    part = gl.where(is_split != 0, request * partial_splits + split, request)
+    work = Work(
+        gl.minimum(rows - first_row, BLOCK_ROWS),
+        part * rows + first_row,
+        is_split,
+        first_block,
+        end_block - first_block,
+        gl.minimum(length, end_block * BLOCK_TOKENS) - first_block * BLOCK_TOKENS,
+    )
+    # `add_values` gets what is left, as much as its twin here: 512 in all for a thread of each.
+    WORKER_REGISTERS: gl.constexpr = [88, 200, 24] if BLOCK_ROWS == 64 else [128, 176, 24]
+    if first_block < end_block:
+        ring = BlockRing(
+            gl.allocate_shared_memory(
+                gl.float8e4nv, [STAGES, BLOCK_TOKENS, KV_LORA_RANK], SWIZZLED_CODES
+            ),
+            gl.allocate_shared_memory(
+                gl.bfloat16, [STAGES, BLOCK_TOKENS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+            ),
+            gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT_SCALE),
+            new_barriers(STAGES + 1, 1),
+            new_barriers(STAGES, 2),
+        )
+        queue = WeightQueue(
+            gl.allocate_shared_memory(
+                gl.float8e4nv, [WEIGHT_SLOTS, 64, BLOCK_TOKENS], SWIZZLED_WEIGHTS
+            ),
+            gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], FLAT),
+            new_barriers(WEIGHT_SLOTS, 1),
+            new_barriers(WEIGHT_SLOTS, 2),
+        )
+        inputs = ScoreInputs(
+            gl.allocate_shared_memory(gl.float8e4nv, [64, KV_LORA_RANK], SWIZZLED_CODES),
+            gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
+            new_barriers(1, 1).index(0),
+            gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
+            gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
+        )
+        ending = Ending(
+            gl.allocate_shared_memory(gl.int32, [4, 1], FLAT),
+            gl.allocate_shared_memory(gl.int32, [1], FLAT),
+            new_barriers(1, 1).index(0),
+            gl.allocate_shared_memory(gl.float32, [64], FLAT),
+            new_barriers(1, 1).index(0),
+            new_barriers(1, 2).index(0),
+        )
+        store_scalar(ending.place.index(0), work.out_row)
+        store_scalar(ending.place.index(1), work.live_rows)
+        store_scalar(ending.place.index(2), work.is_split)
+        if CAUSAL:
+            seen_first = length - rows // heads + 1 - first_block * BLOCK_TOKENS
+        else:
+            seen_first = work.tokens
+        store_scalar(ending.place.index(3), seen_first)
+        fence_async_shared()
+        # Rows behind the request's last are the next request's: computed, never stored.
+        query_row = request * rows + first_row
+        mbarrier.expect(inputs.query_full, 64 * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
+        load_tile(query_codes, [query_row, 0], inputs.query_full, inputs.query_codes)
+        load_tile(query_rope, [query_row, 0], inputs.query_full, inputs.query_rope)
+
+        table = block_table + request.to(gl.int64) * table_stride
+        rows_per_page = (codes_rows_per_page, rope_rows_per_page, scale_rows_per_page)
+        gl.warp_specialize(
+            [
+                (add_values, (out, partial_out, ring, queue, ending, work.blocks, 0, BLOCK_ROWS)),
+                (
+                    weigh_blocks,
+                    (
+                        query_scale, lse, partial_lse, ring, queue, inputs, ending, work.blocks,
+                        query_row, work.live_rows, score_scale_log2, heads,
+                        BLOCK_ROWS, CAUSAL,
+                    ),
+                ),
+                (add_values, (out, partial_out, ring, queue, ending, work.blocks, 1, BLOCK_ROWS)),
+                (
+                    load_blocks,
+                    (
+                        codes_plane, rope_plane, scale_plane, table, num_pages, rows_per_page,
+                        ring, ending, work, PAGE_SIZE,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            WORKER_REGISTERS,
+        )  # fmt: skip
+    elif (split == 0) & (length == 0):
+        store_empty_rows(out, lse, work, BLOCK_ROWS)
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate barriers whose phase ends after as many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+class Geometry(NamedTuple):
+    """Where a tensor lies, and how. A kept TMA descriptor has it as its base: no cache stays alive.
+
+    Attributes
+    ----------
+    address, dtype, shape, strides
+        As the tensor's; the address of its first element.
+    """
+
+    address: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def data_ptr(self) -> int:
+        """Address of the first element, as of a tensor."""
+        return self.address
+
+    @property
+    def rows_per_page(self) -> int:
+        """Distance of a plane's pages in tokens' strides: page_size, or more in a view."""
+        return 0 if self.shape[0] == 1 else self.strides[0] // self.strides[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows from a plane's first token to its last: those between the pages of a view too."""
+        return (self.shape[0] - 1) * self.rows_per_page + self.shape[1]
+
+
+def geometry(part: Tensor) -> Geometry:
+    """Where a tensor lies."""
+    return Geometry(part.data_ptr(), part.dtype, part.shape, part.stride())
+
+
+def query_descriptor(part: Geometry, layout: gl.constexpr) -> TensorDescriptor:
+    """Describe a contiguous [batch, s_q, heads, width] as rows, in tiles of 64."""
+    width = part.shape[-1]
+    rows = math.prod(part.shape[:-1])
+    return TensorDescriptor(part, [rows, width], [width, 1], [64, width], layout.value)
+
+
+def plane_descriptor(plane: Geometry, box_width: int, layout: gl.constexpr) -> TensorDescriptor:
+    """Describe a plane [num_pages, page_size, (width)] as rows, in boxes of one page's tokens.
+
+    Rows between the pages of a view, another layer's perhaps, are described too and never fetched.
+    """
+    box = [min(plane.shape[1], BLOCK_TOKENS.value), box_width][: len(plane.shape) - 1]
+    shape = [plane.rows, *plane.shape[2:]]
+    return TensorDescriptor(plane, shape, list(plane.strides[1:]), box, layout.value)
+
+
+class TileDescriptors(NamedTuple):
+    """The kernel's first arguments. `scale` is None where the kernel takes the plane itself."""
+
+    query_codes: TensorDescriptor
+    query_rope: TensorDescriptor
+    codes: TensorDescriptor
+    rope: TensorDescriptor
+    scale: TensorDescriptor | None
+
+
+@lru_cache(maxsize=1024)
+def tile_descriptors(
+    query_codes: Geometry, query_rope: Geometry, codes: Geometry, scale: Geometry, rope: Geometry
+) -> TileDescriptors:
+    """Describe a call's tensors to the TMA; kept, because it takes as long as a short launch."""
+    return TileDescriptors(
+        query_descriptor(query_codes, SWIZZLED_CODES),
+        query_descriptor(query_rope, SWIZZLED_ROPE),
+        plane_descriptor(codes, CODE_CHUNK.value, SWIZZLED_CODES),
+        plane_descriptor(rope, QK_ROPE_HEAD_DIM.value, SWIZZLED_ROPE),
+        plane_descriptor(scale, 0, FLAT_SCALE) if scale_by_tma(scale.shape[1]) else None,
+    )
+
+
+def scale_by_tma(page_size: int) -> bool:
+    """Say whether a page's scales fill the 128 bytes between two addresses the TMA writes to."""
+    return page_size >= SCALES_OF_TMA.value
+
+
+LARGEST_INDEX = 2**31 - 1
+"""TMA coordinates are int32."""
+LARGEST_S_Q = 65
+"""With more query tokens a causal mask reaches a third block from the end."""
+
+
+def why_unsupported(
+    query: QuantizedRows,
+    cache: LatentPages,
+    block_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+) -> str | None:
+    """Say why this kernel can't serve a call whose arguments are valid; None if it can.
+
+    The portable kernel takes everything that is refused here.
+    """
+    if not query.codes.is_cuda:
+        return "the tensors are not on a CUDA device"
+    if not is_hopper(query.codes.device):
+        return "the device is not a Hopper GPU (compute capability 9.x)"
+    # Of an address only the alignment matters, so that a step's fresh tensors are known already.
+    parts = [
+        Geometry(part.data_ptr() % 16, part.dtype, part.shape, part.stride())
+        for part in (*query, *cache, block_table, out, lse)
+    ]
+    return why_geometry_unsupported(causal, *parts)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Say whether a CUDA device is a Hopper GPU."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache(maxsize=1024)
+def why_geometry_unsupported(
+    causal: bool,
+    query_codes: Geometry,
+    query_scale: Geometry,
+    query_rope: Geometry,
+    codes: Geometry,
+    scale: Geometry,
+    rope: Geometry,
+    block_table: Geometry,
+    out: Geometry,
+    lse: Geometry,
+) -> str | None:
+    """Do the work of `why_unsupported`."""
+    batch, s_q, heads, kv_lora_rank = query_codes.shape
+    num_pages, page_size = scale.shape
+    if (kv_lora_rank, query_rope.shape[-1]) != (KV_LORA_RANK.value, QK_ROPE_HEAD_DIM.value):
+        widths = f"{kv_lora_rank} and {query_rope.shape[-1]}"
+        return f"kv_lora_rank and qk_rope_head_dim are {widths}, not 512 and 64"
+    if page_size not in (16, 32, 64, 128):
+        return f"page_size is {page_size}, not 16, 32, 64 or 128"
+    if causal and s_q > LARGEST_S_Q:
+        return f"s_q is {s_q}, more than {LARGEST_S_Q} under a causal mask"
+    if batch > 65535 or min(batch, s_q, heads, num_pages, block_table.shape[1]) == 0:
+        return f"batch is {batch}, s_q {s_q}, heads {heads}, num_pages {num_pages}"
+    whole = {
+        "query.codes": query_codes,
+        "query.scale": query_scale,
+        "query.rope": query_rope,
+        "out": out,
+        "lse": lse,
+    }
+    for name, part in whole.items():
+        if not is_contiguous(part) or part.address % 16:
+            return f"{name} is not contiguous from a 16-byte boundary"
+    if block_table.strides[1] != 1 or block_table.strides[0] > LARGEST_INDEX:
+        return f"a row of block_table is not contiguous: strides {tuple(block_table.strides)}"
+    for name, plane in {"codes": codes, "scale": scale, "rope": rope}.items():
+        token_stride = plane.strides[1]
+        bytes_between = [stride * plane.dtype.itemsize for stride in plane.strides[:-1]]
+        if plane.strides[-1] != 1 or plane.address % 16 or any(b % 16 for b in bytes_between):
+            return f"strides {plane.strides} or the address of cache.{name} don't suit the TMA"
+        if token_stride < (plane.shape[2] if len(plane.shape) == 3 else 1) or (
+            num_pages > 1 and plane.strides[0] % token_stride
+        ):
+            return f"pages of cache.{name} don't lie whole tokens apart: strides {plane.strides}"
+        if plane.rows > LARGEST_INDEX:
+            return f"cache.{name} spans more than 2^31 - 1 tokens"
+    return None
+
+
+def is_contiguous(part: Geometry) -> bool:
+    """As `Tensor.is_contiguous`."""
+    expected = 1
+    for size, stride in zip(reversed(part.shape), reversed(part.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def rows_in_tile(rows: int) -> int:
+    """Rows of a program's tile: fewer than 64 make P @ V shorter, and scores take the same time."""
+    return next((tile for tile in (16, 32) if rows <= tile), 64)
+
+
+def launch_hopper_decode(
+    query: QuantizedRows,
+    cache: LatentPages,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    split_rule: tuple[int, int],
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    num_splits_grid: int,
+) -> None:
+    """Attend; the arguments are valid and `why_unsupported` is None for them.
+
+    Parameters
+    ----------
+    query, cache, block_table, cache_seqlens, softmax_scale, causal
+        As `stage3_dataflow.mla_decode.decode_quantized`.
+    split_rule
+        (min_tokens, max_splits), see `stage3_dataflow.split_plan`.
+    out, lse
+        [batch, s_q, heads, 512], and f32 [batch, s_q, heads]: written for requests of one split.
+    partial_out, partial_lse
+        f32 [batch, splits, s_q heads, 512] and [batch, splits, s_q heads]: written for the others,
+        each split normalised, lse natural; +inf marks a split with a page id that is no page. None
+        where num_splits_grid is 1.
+    num_splits_grid
+        Splits that the longest possible request has.
+    """
+    batch, s_q, heads, _ = query.codes.shape
+    rows = s_q * heads
+    page_size = cache.scale.shape[1]
+    block_rows = rows_in_tile(rows)
+    capacity = min(block_table.shape[1] * page_size, LARGEST_INDEX - BLOCK_TOKENS.value)
+    min_tokens, max_splits = (min(number, LARGEST_INDEX) for number in split_rule)
+    if partial_out is None or partial_lse is None:
+        partial_out = partial_lse = lse  # never written: every request has one split
+        partial_splits, max_splits = 1, 1
+    else:
+        partial_splits = partial_out.shape[1]
+    planes = tuple(geometry(plane) for plane in cache)
+    tiles = tile_descriptors(geometry(query.codes), geometry(query.rope), *planes)
+    codes, scale, rope = planes
+    arguments = (
+        tiles.query_codes,
+        tiles.query_rope,
+        tiles.codes,
+        tiles.rope,
+        cache.scale if tiles.scale is None else tiles.scale,
+        query.scale,
+        block_table,
+        cache_seqlens,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        softmax_scale * math.log2(math.e),
+        rows,
+        heads,
+        scale.shape[0],
+        codes.rows_per_page,
+        rope.rows_per_page,
+        scale.rows_per_page,
+        block_table.stride(0),
+        capacity,
+        min_tokens,
+        max_splits,
+        partial_splits,
+        page_size,
+        block_rows,
+        causal and s_q > 1,
+    )
+    grid = (-(-rows // block_rows), num_splits_grid, batch)
+    # Triton's own look-up of the compiled kernel takes longer than a short decode. What it would
+    # tell apart, beside the constants: dtypes, and whether pointers are aligned.
+    key = (
+        out.device,
+        out.dtype,
+        *arguments[-3:],
+        *(part.data_ptr() % 16 == 0 for part in arguments[6:12]),
+    )
+    compiled = COMPILED.get(key)
+    if compiled is None:
+        COMPILED[key] = hopper_decode_kernel[grid](*arguments, num_warps=4)
+    else:
+        compiled[grid](*arguments)
+
+
+COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Kernels that have run in this process, by what their machine code depends on."""
