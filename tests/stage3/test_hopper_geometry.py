@@ -1,0 +1,89 @@
+"""What the Hopper kernel takes, and how it describes tensors to the TMA; no GPU needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+from stage3_dataflow.kernels import hopper_decode
+
+pytestmark = pytest.mark.stage3
+
+
+def call(page_size=64, *, batch=2, s_q=1, heads=16, latent=512, rope=64, pages=5):
+    """Tensors of a call, by the names of `why_geometry_unsupported`."""
+    return {
+        "query_codes": torch.zeros(batch, s_q, heads, latent).to(torch.float8_e4m3fn),
+        "query_scale": torch.zeros(batch, s_q, heads),
+        "query_rope": torch.zeros(batch, s_q, heads, rope, dtype=torch.bfloat16),
+        "codes": torch.zeros(pages, page_size, latent).to(torch.float8_e4m3fn),
+        "scale": torch.zeros(pages, page_size),
+        "rope": torch.zeros(pages, page_size, rope, dtype=torch.bfloat16),
+        "block_table": torch.zeros(batch, 3, dtype=torch.int32),
+        "out": torch.zeros(batch, s_q, heads, latent, dtype=torch.bfloat16),
+        "lse": torch.zeros(batch, s_q, heads),
+    }
+
+
+def why(tensors, *, causal=True):
+    parts = {name: hopper_decode.geometry(tensor) for name, tensor in tensors.items()}
+    return hopper_decode.why_geometry_unsupported(causal, **parts)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_every_tma_message_ends_where_the_next_may_begin(page_size):
+    """A message's destination in shared memory is a multiple of 128 bytes; boxes lie in a row."""
+    tensors = call(page_size)
+    names = ("query_codes", "query_rope", "codes", "scale", "rope")
+    tiles = hopper_decode.tile_descriptors(*(hopper_decode.geometry(tensors[n]) for n in names))
+    assert (tiles.scale is None) == (page_size * 4 < 128)
+    for tile in filter(None, tiles):
+        assert math.prod(tile.block_shape) * tile.base.dtype.itemsize % 128 == 0
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_takes_layers_of_one_allocation(page_size):
+    """A view of one layer: the rows between its pages are described, with the pages' distance."""
+    tensors = call(page_size)
+    tensors |= {
+        name: torch.stack((tensors[name].view(torch.uint8),) * 3, dim=1)[:, 1].view(
+            tensors[name].dtype
+        )
+        for name in ("codes", "scale", "rope")
+    }
+    assert why(tensors) is None
+    for name in ("codes", "scale", "rope"):
+        plane = hopper_decode.geometry(tensors[name])
+        assert plane.rows_per_page == 3 * page_size
+        last = tensors[name][-1, -1:]
+        distance = (last.data_ptr() - tensors[name].data_ptr()) // plane.dtype.itemsize
+        assert (plane.rows - 1) * plane.strides[1] == distance
+
+
+def shifted(tensor):
+    """Move the same values four bytes away from a 16-byte boundary."""
+    step = 4 // tensor.element_size()
+    raw = torch.zeros(tensor.numel() + step).to(tensor.dtype)
+    return raw[step:].view(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: call(48), "page_size is 48"),
+        (lambda t: call(latent=256), "are 256 and 64"),
+        (lambda t: call(s_q=66), "s_q is 66"),
+        (lambda t: t | {"query_codes": shifted(t["query_codes"])}, "query.codes is not contiguous"),
+        (lambda t: t | {"out": t["out"].mT.contiguous().mT}, "out is not contiguous"),
+        (lambda t: t | {"block_table": t["block_table"].T.contiguous().T}, "a row of block_table"),
+        (lambda t: t | {"rope": shifted(t["rope"])}, "cache.rope"),
+        (lambda t: t | {"scale": t["scale"].T.contiguous().T}, "cache.scale"),
+    ],
+)
+def test_names_what_it_refuses(change, reason):
+    assert why(call()) is None
+    assert reason in why(change(call()))
