@@ -53,7 +53,9 @@ class KernelAttention:
         self._use(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def _use(self, device: torch.device | str) -> None:
-        """Say in the description what runs on this device."""
+        """Say in the description what runs on this device; a meta device only plans."""
+        if torch.device(device).type == "meta":
+            return
         self.description = f"{self.technique} ({which_path(device).name})"
 
     def _workspace(self, device: torch.device) -> DecodeWorkspace:
