@@ -229,7 +229,9 @@ def rescaled_pv_attention(
     longest = max(lengths, default=0)
     end = longest if last_token is None else min(last_token, longest)
     for start in range(first_token, end, block_tokens):
-        positions = torch.arange(start, min(start + block_tokens, end), device=device)
+        # Cut where the caller says, not where the longest request ends: a row's bits are its own.
+        stop = start + block_tokens if last_token is None else min(start + block_tokens, last_token)
+        positions = torch.arange(start, stop, device=device)
         block = read_block(positions)
         hidden = positions > last_visible[..., None]
         absent = positions >= length[:, None]  # [batch, block]; NaN may stand there

@@ -106,6 +106,22 @@ def test_block_size_and_batch_mates_do_not_change_a_request():
     assert torch.equal(together.lse[0], other.lse[0])
 
 
+def test_the_longest_mate_does_not_change_a_requests_last_block():
+    backend = Fp8PipelineBackend()
+    cache, table, _ = filled(backend, [150, 64, 64])
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(3, 1, 2, 32, generator=generator), torch.randn(3, 1, 2, 8, generator=generator)
+    for length in range(1, 64):
+        # Among the longest, or beside a longer one.
+        for mate in (length, 150):
+            seqlens = torch.tensor([mate, length, length], dtype=torch.int32)
+            attended = backend.attend(*q, cache, table, seqlens, 0.1)
+            if mate == length:
+                among = attended
+        assert torch.equal(attended.out[1:], among.out[1:]), length
+        assert torch.equal(attended.lse[1:], among.lse[1:]), length
+
+
 def test_the_decoder_generates_on_it(shipped):
     decoder, tokenizer = shipped
     generator = TextGenerator(decoder, load_backend(2), num_pages=8)
