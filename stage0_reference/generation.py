@@ -24,11 +24,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from stage0_reference.attention_backend import AttentionBackend, cache_bytes_per_token
+from stage0_reference.attention_backend import (
+    AttentionBackend,
+    LayerCache,
+    cache_bytes_per_token,
+)
 from stage0_reference.decoder import CachedAttention, Decoder
 from stage0_reference.latent_cache import copy_pages
 from stage0_reference.mixture_of_experts import BATCHED_EXPERTS_MAX_ROWS
+from stage0_reference.model_config import ModelConfig
 from stage0_reference.page_allocator import (
     OutOfPages,
     PageAllocator,
@@ -215,18 +222,7 @@ class TextGenerator:
             )
         requests = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if not 1 <= len(prompt) < config.max_position_embeddings:
-                raise ValueError(
-                    f"prompts[{index}] must have between 1 and "
-                    f"{config.max_position_embeddings - 1} tokens (the model's context less one); "
-                    f"got {len(prompt)}"
-                )
-            bad = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
-            if bad is not None:
-                raise ValueError(
-                    f"prompts[{index}] must hold token ids below vocab_size = "
-                    f"{config.vocab_size}; got {bad}"
-                )
+            check_prompt(prompt, config, f"prompts[{index}]")
             requests.append(
                 _Request(
                     index,
@@ -297,10 +293,7 @@ class TextGenerator:
     def _prefill(self, request: _Request) -> torch.Tensor:
         """Compute the prompt (less what the cache has) and return its last token's logits."""
         prompt = request.token_ids
-        request.pages = SequencePages.from_prefix(self.allocator, prompt[:-1])
-        # Back to a boundary of chunks and pages alike: see the module docstring.
-        boundary = math.lcm(self.prefill_chunk, self.allocator.page_size)
-        request.pages.truncate(request.pages.length // boundary * boundary)
+        request.pages = resident_prefix(self.allocator, prompt, self.prefill_chunk)
         self.times.cached_tokens += request.pages.length
         self.times.prefill_tokens += len(prompt) - request.pages.length
         hidden = None
@@ -308,7 +301,7 @@ class TextGenerator:
             chunk = prompt[start : start + self.prefill_chunk]
             hidden = self._step([chunk], [request.pages], [self._extend(request.pages, len(chunk))])
         assert hidden is not None  # a prompt has at least one token that is not re-used
-        request.pages.publish(prompt)
+        publish_prefix(request.pages, prompt, self.prefill_chunk)
         return self.decoder.logits(hidden[-1])
 
     def _decode(self, group: Sequence[_Request]) -> torch.Tensor:
@@ -337,38 +330,114 @@ class TextGenerator:
         rows: int = 0,
     ) -> torch.Tensor:
         """Run the layers on each request's new tokens, padded to `rows` requests of one token."""
-        device = self.decoder.device
-        padding = max(0, rows - len(token_ids))
-        width = max(len(sequence.pages) for sequence in pages)
-        packed: list[int] = [token for chunk in token_ids for token in chunk]
-        positions = [
-            position
-            for chunk, sequence in zip(token_ids, pages, strict=True)
-            for position in range(sequence.length - len(chunk), sequence.length)
-        ]
-        slots = [slot for write in writes for slot in write.slots]
-        attention = CachedAttention(
+        return run_requests(
+            self.decoder,
             self.backend,
             self.cache,
-            query_lens=[len(chunk) for chunk in token_ids] + [1] * padding,
-            slot_mapping=torch.tensor(slots + [-1] * padding, device=device),
-            block_table=torch.tensor(
-                [sequence.block_table_row(width) for sequence in pages] + [[-1] * width] * padding,
-                dtype=torch.int32,
-                device=device,
-            ),
-            cache_seqlens=torch.tensor(
-                [sequence.length for sequence in pages] + [0] * padding,
-                dtype=torch.int32,
-                device=device,
-            ),
+            token_ids,
+            pages,
+            [slot for write in writes for slot in write.slots],
+            rows=rows,
             form=self.attention_form,
         )
-        return self.decoder.hidden_states(
-            torch.tensor(packed + [0] * padding, device=device),
-            torch.tensor(positions + [0] * padding, device=device),
-            attention,
+
+
+def run_requests(
+    decoder: Decoder,
+    backend: AttentionBackend,
+    cache: Sequence[LayerCache],
+    token_ids: Sequence[Sequence[int]],
+    pages: Sequence[SequencePages],
+    slots: Sequence[int],
+    *,
+    rows: int = 0,
+    form: str = "auto",
+) -> Float[Tensor, "tokens hidden"]:
+    """Run the layers on the newest tokens of some requests and give their final hidden states.
+
+    Parameters
+    ----------
+    decoder, backend, cache
+        The model, and where and how its latents are kept.
+    token_ids, pages
+        Each request's new tokens, and its pages with room for them made: the new tokens are the
+        last ones of the sequence.
+    slots
+        Slot of each new token, one request after the other.
+    rows
+        Pad with requests of one token (slot -1, length 0) up to so many.
+    form
+        As `CachedAttention.form`.
+    """
+    device = decoder.device
+    padding = max(0, rows - len(token_ids))
+    width = max(len(sequence.pages) for sequence in pages)
+    packed: list[int] = [token for chunk in token_ids for token in chunk]
+    positions = [
+        position
+        for chunk, sequence in zip(token_ids, pages, strict=True)
+        for position in range(sequence.length - len(chunk), sequence.length)
+    ]
+    attention = CachedAttention(
+        backend,
+        cache,
+        query_lens=[len(chunk) for chunk in token_ids] + [1] * padding,
+        slot_mapping=torch.tensor([*slots, *[-1] * padding], device=device),
+        block_table=torch.tensor(
+            [sequence.block_table_row(width) for sequence in pages] + [[-1] * width] * padding,
+            dtype=torch.int32,
+            device=device,
+        ),
+        cache_seqlens=torch.tensor(
+            [sequence.length for sequence in pages] + [0] * padding,
+            dtype=torch.int32,
+            device=device,
+        ),
+        form=form,
+    )
+    return decoder.hidden_states(
+        torch.tensor(packed + [0] * padding, device=device),
+        torch.tensor(positions + [0] * padding, device=device),
+        attention,
+    )
+
+
+def check_prompt(prompt: Sequence[int], config: ModelConfig, name: str) -> None:
+    """Refuse a prompt that is empty, leaves no room for a token, or holds an unknown token."""
+    if not 1 <= len(prompt) < config.max_position_embeddings:
+        raise ValueError(
+            f"{name} must have between 1 and {config.max_position_embeddings - 1} tokens (the "
+            f"model's context less one); got {len(prompt)}"
         )
+    bad = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+    if bad is not None:
+        raise ValueError(
+            f"{name} must hold token ids below vocab_size = {config.vocab_size}; got {bad}"
+        )
+
+
+def resident_prefix(
+    allocator: PageAllocator, prompt: Sequence[int], prefill_chunk: int
+) -> SequencePages:
+    """Start a prompt on what the cache holds of it, its last token left out (see `from_prefix`)."""
+    pages = SequencePages.from_prefix(allocator, prompt[:-1])
+    pages.truncate(_whole_chunks(pages.length, prefill_chunk, allocator.page_size))
+    return pages
+
+
+def publish_prefix(pages: SequencePages, prompt: Sequence[int], prefill_chunk: int) -> None:
+    """Make a computed prompt findable, as far as its chunks were whole.
+
+    What a shorter last chunk wrote may differ in its bits from what a longer prompt's whole chunk
+    would write there, and must not become the middle of that prompt's prefix.
+    """
+    pages.publish(prompt[: _whole_chunks(len(prompt), prefill_chunk, pages.allocator.page_size)])
+
+
+def _whole_chunks(length: int, prefill_chunk: int, page_size: int) -> int:
+    """Tokens up to the last boundary of chunks and pages alike: see the module docstring."""
+    boundary = math.lcm(prefill_chunk, page_size)
+    return length // boundary * boundary
 
 
 def pages_needed(lengths: Sequence[int], page_size: int) -> int:

@@ -12,7 +12,7 @@ class DecodeWorkspace:
     """Buffers for the partial outputs of split requests. They only grow.
 
     One workspace serves one stream: two decodes that may run at the same time need one each. A
-    buffer that a captured CUDA graph uses must not grow afterwards, so reserve before capturing.
+    buffer that was outgrown is kept, since a captured CUDA graph may go on writing to it.
 
     Parameters
     ----------
@@ -23,18 +23,21 @@ class DecodeWorkspace:
     def __init__(self, device: torch.device | str) -> None:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
+        self._outgrown: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 4 * (self._out.numel() + self._lse.numel())
+        return 4 * sum(buffer.numel() for buffer in (self._out, self._lse, *self._outgrown))
 
     def partials(self, batch: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Partial outputs f32 [batch, splits, rows, width] and lse f32 [batch, splits, rows]."""
         count = batch * splits * rows
         if self._lse.numel() < count:
+            self._outgrown.append(self._lse)
             self._lse = self._lse.new_empty(count)
         if self._out.numel() < count * width:
+            self._outgrown.append(self._out)
             self._out = self._out.new_empty(count * width)
         shape = (batch, splits, rows)
         return self._out[: count * width].view(*shape, width), self._lse[:count].view(shape)
