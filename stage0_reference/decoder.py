@@ -7,7 +7,8 @@ slice under its hub name.
 Attention itself is not here. A layer projects its input to queries, latents and rotary keys, hands
 them to an `Attention` callable, and projects the result back: `CachedAttention` goes through a
 backend and its paged cache, `FullAttention` over the given tokens alone (training, and the oracle
-of the tests).
+of the tests). The latent's norm and the rotation are still to be done then: `finish_projections`
+does them, or a backend in the same pass over memory that writes the cache.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stage0_reference.attention_backend import AttentionBackend, LayerCache
+from stage0_reference.attention_backend import AttentionBackend, FusedProjections, LayerCache
 from stage0_reference.latent_attention import (
     absorb_query,
     accumulation_dtype,
     naive_attention,
     project_values,
 )
-from stage0_reference.mixture_of_experts import GatedMLP, MixtureOfExperts, Router
+from stage0_reference.mixture_of_experts import Experts, GatedMLP, MixtureOfExperts, Router
 from stage0_reference.model_config import ModelConfig
-from stage0_reference.rope import RotaryEmbedding, Rotation, apply_rotary
+from stage0_reference.rope import RotaryEmbedding, Rotation, apply_rotary, query_scale
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the two norms inside MLA: the published models fix it, whatever rms_norm_eps says."""
@@ -48,24 +49,44 @@ class Attention(Protocol):
         layer: MultiHeadLatentAttention,
         q_nope: Tensor,
         q_rope: Tensor,
-        c_kv: Tensor,
+        latent: Tensor,
         k_rope: Tensor,
+        rotation: Rotation,
     ) -> Tensor:
-        """Give [*tokens, heads, v_head_dim] for this layer's new tokens."""
+        """Give [*tokens, heads, v_head_dim] for this layer's new tokens.
+
+        `latent` is not normed, `q_rope` and `k_rope` are not rotated by `rotation` yet.
+        """
         ...
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * weight``, computed in float32 and rounded once."""
+    """``x / rms(x) * gain``, computed in float32 and rounded once.
 
-    def __init__(self, width: int, eps: float) -> None:
+    Parameters
+    ----------
+    width
+        Of the last axis.
+    eps
+        Added to the mean square.
+    scale
+        Of the result, on top of the weight.
+    """
+
+    def __init__(self, width: int, eps: float, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
+        self.scale = scale
+
+    @property
+    def gain(self) -> Float[Tensor, " width"]:
+        """``scale * weight``: all that whoever norms in this layer's place has to multiply by."""
+        return self.weight if self.scale == 1.0 else self.weight * self.scale
 
     def forward(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens width"]:
         """Normalise the last axis."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.gain, self.eps)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -92,7 +113,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = nn.Linear(
             config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias=bias
         )
-        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS, config.latent_scale)
         self.kv_b_proj = nn.Linear(
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
         )
@@ -116,32 +137,51 @@ class MultiHeadLatentAttention(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         rotation: Rotation,
         attention: Attention,
+        query_scale: Float[Tensor, " *#tokens"] | None = None,
     ) -> Float[Tensor, "*tokens hidden"]:
-        """Apply the layer to new tokens whose rotary angles are `rotation`."""
+        """Apply the layer to new tokens whose rotary angles are `rotation`.
+
+        `query_scale` multiplies each token's query; None means 1.
+        """
         config = self.config
         if config.q_lora_rank is None:
             q = self.q_proj(hidden)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        if query_scale is not None:
+            q = (q * query_scale[..., None]).to(q.dtype)
         q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden).split(
             (config.kv_lora_rank, config.qk_rope_head_dim), dim=-1
         )
-        c_kv = self.kv_a_layernorm(latent)
-        per_head = Rotation(rotation.cos[..., None, :], rotation.sin[..., None, :])
-        q_rope = apply_rotary(q_rope, per_head, interleaved=config.rope_interleave)
-        k_rope = apply_rotary(k_rope, rotation, interleaved=config.rope_interleave)
-        heads = attention(self, q_nope, q_rope, c_kv, k_rope)  # [*tokens, heads, v_head_dim]
-        output: Tensor = self.o_proj(heads.flatten(-2))
+        heads = attention(self, q_nope, q_rope, latent, k_rope, rotation)
+        output: Tensor = self.o_proj(heads.flatten(-2))  # of [*tokens, heads, v_head_dim]
         return output
+
+    def finish_projections(
+        self,
+        q_rope: Float[Tensor, "*tokens heads qk_rope_head_dim"],
+        latent: Float[Tensor, "*tokens kv_lora_rank"],
+        k_rope: Float[Tensor, "*tokens qk_rope_head_dim"],
+        rotation: Rotation,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm the latent and rotate: rotary query, c_kv and rotary key, shapes unchanged."""
+        interleaved = self.config.rope_interleave
+        per_head = Rotation(rotation.cos[..., None, :], rotation.sin[..., None, :])
+        return (
+            apply_rotary(q_rope, per_head, interleaved=interleaved),
+            self.kv_a_layernorm(latent),
+            apply_rotary(k_rope, rotation, interleaved=interleaved),
+        )
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream at its scale."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
+        self.residual_scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = MultiHeadLatentAttention(config, layer_index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -152,11 +192,17 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, hidden: Float[Tensor, "*tokens hidden"], rotation: Rotation, attention: Attention
+        self,
+        hidden: Float[Tensor, "*tokens hidden"],
+        rotation: Rotation,
+        attention: Attention,
+        query_scale: Float[Tensor, " *#tokens"] | None = None,
     ) -> Float[Tensor, "*tokens hidden"]:
         """Apply the layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        scale = self.residual_scale
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, attention, query_scale)
+        hidden = torch.add(hidden, attended, alpha=scale)
+        return torch.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), alpha=scale)
 
 
 class DecoderBody(nn.Module):
@@ -165,14 +211,12 @@ class DecoderBody(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, index) for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(config.family.layers(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
-    """A DeepSeek-style MLA decoder.
+    """An MLA decoder; what is not as in DeepSeek's is in `families`.
 
     Parameters
     ----------
@@ -224,9 +268,12 @@ class Decoder(nn.Module):
         rotation = self.rotary.rotation(positions)
         if self.dtype == torch.float64:
             rotation = Rotation(rotation.cos.double(), rotation.sin.double())
+        scale = query_scale(self.config.rope, positions)
         hidden: Tensor = self.model.embed_tokens(token_ids)
+        if self.config.scale_emb != 1.0:
+            hidden = hidden * self.config.scale_emb
         for layer in self.model.layers:
-            hidden = layer(hidden, rotation, attention)
+            hidden = layer(hidden, rotation, attention, scale)
         normed: Tensor = self.model.norm(hidden)
         return normed
 
@@ -234,6 +281,8 @@ class Decoder(nn.Module):
         self, hidden: Float[Tensor, "*tokens hidden"]
     ) -> Float[Tensor, "*tokens vocab_size"]:
         """Next-token logits, f32 (f64 for a float64 model)."""
+        if self.config.logit_scale != 1.0:
+            hidden = hidden * self.config.logit_scale
         logits: Tensor = self.lm_head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -259,10 +308,11 @@ class Decoder(nn.Module):
         """Every parameter under its hub name; an expert's is a view of the stacked parameter."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():  # tied weights come once
-            if ".experts." not in name or ".shared_experts." in name:
+            stem, projection = name.rsplit(".", 1)
+            owner = self.get_submodule(stem)
+            if not isinstance(owner, Experts) or owner.is_stacked_in_checkpoint:
                 tensors[name] = parameter
                 continue
-            stem, projection = name.rsplit(".", 1)
             for expert, weight in enumerate(parameter):
                 tensors[f"{stem}.{expert}.{projection}.weight"] = weight
         return tensors
@@ -276,10 +326,12 @@ class FullAttention:
         layer: MultiHeadLatentAttention,
         q_nope: Float[Tensor, "batch length heads qk_nope_head_dim"],
         q_rope: Float[Tensor, "batch length heads qk_rope_head_dim"],
-        c_kv: Float[Tensor, "batch length kv_lora_rank"],
+        latent: Float[Tensor, "batch length kv_lora_rank"],
         k_rope: Float[Tensor, "batch length qk_rope_head_dim"],
+        rotation: Rotation,
     ) -> Float[Tensor, "batch length heads v_head_dim"]:
         """Attend."""
+        q_rope, c_kv, k_rope = layer.finish_projections(q_rope, latent, k_rope, rotation)
         scale = layer.config.softmax_scale
         return torch.stack(
             [
@@ -322,6 +374,7 @@ class CachedAttention:
     form: str = "auto"
 
     def __post_init__(self) -> None:
+        self._fuses = isinstance(self.backend, FusedProjections)
         if self.form not in ("auto", "absorbed", "naive"):
             raise ValueError(f"form must be auto, absorbed or naive; got {self.form!r}")
         if sum(self.query_lens) != len(self.slot_mapping):
@@ -335,24 +388,42 @@ class CachedAttention:
         layer: MultiHeadLatentAttention,
         q_nope: Float[Tensor, "tokens heads qk_nope_head_dim"],
         q_rope: Float[Tensor, "tokens heads qk_rope_head_dim"],
-        c_kv: Float[Tensor, "tokens kv_lora_rank"],
+        latent: Float[Tensor, "tokens kv_lora_rank"],
         k_rope: Float[Tensor, "tokens qk_rope_head_dim"],
+        rotation: Rotation,
     ) -> Float[Tensor, "tokens heads v_head_dim"]:
         """Append, then attend."""
         planes = self.cache[layer.layer_index]
-        self.backend.append(c_kv, k_rope, planes, self.slot_mapping)
+        if self._fuses:
+            self.backend.append_projected(  # type: ignore[attr-defined]
+                latent,
+                k_rope,
+                planes,
+                self.slot_mapping,
+                norm_weight=layer.kv_a_layernorm.gain,
+                norm_eps=layer.kv_a_layernorm.eps,
+                rotation=rotation,
+                interleaved=layer.config.rope_interleave,
+            )
+        else:
+            q_rope, c_kv, k_rope = layer.finish_projections(q_rope, latent, k_rope, rotation)
+            self.backend.append(c_kv, k_rope, planes, self.slot_mapping)
         if len(set(self.query_lens)) == 1 and self._absorbs(self.query_lens[0]):
             nope, rope = (x.unflatten(0, (-1, self.query_lens[0])) for x in (q_nope, q_rope))
-            return self._absorbed(layer, planes, nope, rope, slice(None)).flatten(0, 1)
+            angles = Rotation(*(x.unflatten(0, (-1, self.query_lens[0])) for x in rotation))
+            return self._absorbed(layer, planes, nope, rope, angles, slice(None)).flatten(0, 1)
         outputs = []
         first = 0
         for request, s_q in enumerate(self.query_lens):
-            nope, rope = q_nope[first : first + s_q], q_rope[first : first + s_q]
-            only = slice(request, request + 1)
+            tokens, only = slice(first, first + s_q), slice(request, request + 1)
+            nope, rope = q_nope[tokens], q_rope[tokens]
+            angles = Rotation(rotation.cos[tokens], rotation.sin[tokens])
             if self._absorbs(s_q):
-                outputs.append(self._absorbed(layer, planes, nope[None], rope[None], only)[0])
+                batched = Rotation(angles.cos[None], angles.sin[None])
+                attended = self._absorbed(layer, planes, nope[None], rope[None], batched, only)
+                outputs.append(attended[0])
             else:
-                outputs.append(self._naive(layer, planes, nope, rope, only))
+                outputs.append(self._naive(layer, planes, nope, rope, angles, only))
             first += s_q
         return torch.cat(outputs)
 
@@ -365,16 +436,24 @@ class CachedAttention:
         planes: LayerCache,
         q_nope: Float[Tensor, "batch s_q heads qk_nope_head_dim"],
         q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
+        rotation: Rotation,
         requests: slice,
     ) -> Float[Tensor, "batch s_q heads v_head_dim"]:
-        attended = self.backend.attend(
-            absorb_query(q_nope, layer.w_uk),
-            q_rope,
-            planes,
-            self.block_table[requests],
-            self.cache_seqlens[requests],
-            layer.config.softmax_scale,
-        )
+        """Attend in absorbed form; `q_rope` is rotated unless the backend does it."""
+        where = (self.block_table[requests], self.cache_seqlens[requests])
+        q_latent, scale = absorb_query(q_nope, layer.w_uk), layer.config.softmax_scale
+        if self._fuses:
+            attended = self.backend.attend_projected(  # type: ignore[attr-defined]
+                q_latent,
+                q_rope,
+                planes,
+                *where,
+                scale,
+                rotation=rotation,
+                interleaved=layer.config.rope_interleave,
+            )
+        else:
+            attended = self.backend.attend(q_latent, q_rope, planes, *where, scale)
         return project_values(attended.out, layer.w_uv)
 
     def _naive(
@@ -383,8 +462,13 @@ class CachedAttention:
         planes: LayerCache,
         q_nope: Float[Tensor, "s_q heads qk_nope_head_dim"],
         q_rope: Float[Tensor, "s_q heads qk_rope_head_dim"],
+        rotation: Rotation,
         requests: slice,
     ) -> Float[Tensor, "s_q heads v_head_dim"]:
+        """Attend over keys and values expanded from the cache; as to rotation see `_absorbed`."""
+        if self._fuses:
+            per_head = Rotation(rotation.cos[:, None], rotation.sin[:, None])
+            q_rope = apply_rotary(q_rope, per_head, interleaved=layer.config.rope_interleave)
         rows = self.backend.read_prefix(
             planes, self.block_table[requests], self.cache_seqlens[requests]
         )

@@ -46,14 +46,18 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.n_routed_experts is not None
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.num_choices, config.hidden_size))
         nn.init.normal_(self.weight, std=0.02)
         if config.topk_method == "noaux_tc":
             self.e_score_correction_bias = nn.Parameter(
-                torch.zeros(config.n_routed_experts, dtype=torch.float32), requires_grad=False
+                torch.zeros(config.num_choices, dtype=torch.float32), requires_grad=False
             )
+
+    @property
+    def score_weight(self) -> Tensor:
+        """What scores experts, [choices, hidden]."""
+        return self.weight
 
     def forward(
         self, hidden: Float[Tensor, "tokens hidden"]
@@ -61,7 +65,7 @@ class Router(nn.Module):
         """Weights and ids of each token's experts."""
         config = self.config
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logits = F.linear(hidden.to(wide), self.weight.to(wide))
+        logits = F.linear(hidden.to(wide), self.score_weight.to(wide))
         scores = logits.softmax(dim=-1) if config.scoring_func == "softmax" else logits.sigmoid()
         preference = scores
         if config.topk_method == "noaux_tc":
@@ -90,19 +94,38 @@ class Router(nn.Module):
         return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
 
 
+def router_shares(
+    weights: Float[Tensor, "tokens chosen"], chosen: Int[Tensor, "tokens chosen"], num_choices: int
+) -> Float[Tensor, "tokens {num_choices}"]:
+    """Router's weight of every expert for each token, 0 where it was not chosen."""
+    shape = (len(weights), num_choices)
+    shares = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+    return shares.scatter(-1, chosen, weights)
+
+
 class Experts(nn.Module):
     """All routed experts of a layer, stacked: [num_experts, out, in] per projection."""
+
+    is_stacked_in_checkpoint = False
+    """Whether the hub's files hold these very tensors, or one of each expert."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.n_routed_experts is not None
-        up = (config.n_routed_experts, config.moe_intermediate_size, config.hidden_size)
-        down = (config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
-        self.gate_proj = nn.Parameter(torch.empty(up))
-        self.up_proj = nn.Parameter(torch.empty(up))
-        self.down_proj = nn.Parameter(torch.empty(down))
+        self.num_experts = config.n_routed_experts
+        self.allocate(config.moe_intermediate_size, config.hidden_size)
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
+
+    def allocate(self, inner: int, hidden: int) -> None:
+        """Register the parameters."""
+        self.gate_proj = nn.Parameter(torch.empty(self.num_experts, inner, hidden))
+        self.up_proj = nn.Parameter(torch.empty(self.num_experts, inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden, inner))
+
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate and up, [experts, inner, hidden], and down, [experts, hidden, inner]."""
+        return self.gate_proj, self.up_proj, self.down_proj
 
     def forward(
         self,
@@ -111,10 +134,12 @@ class Experts(nn.Module):
         chosen: Int[Tensor, "tokens chosen"],
     ) -> Float[Tensor, "tokens hidden"]:
         """Weighted sum of the chosen experts' outputs for each token."""
-        # [tokens, experts]: the router's weight, 0 where an expert was not chosen
-        share = torch.zeros(
-            len(hidden), len(self.gate_proj), dtype=weights.dtype, device=hidden.device
-        ).scatter(-1, chosen, weights)
+        return self.weighted_sum(hidden, router_shares(weights, chosen, self.num_experts))
+
+    def weighted_sum(
+        self, hidden: Float[Tensor, "tokens hidden"], share: Float[Tensor, "tokens experts"]
+    ) -> Float[Tensor, "tokens hidden"]:
+        """Sum all experts' outputs, each times its share in the token."""
         if len(hidden) <= BATCHED_EXPERTS_MAX_ROWS:
             return self._every_expert_on_every_token(hidden, share)
         return self._each_expert_on_its_tokens(hidden, share)
@@ -122,8 +147,9 @@ class Experts(nn.Module):
     def _every_expert_on_every_token(
         self, hidden: Float[Tensor, "tokens hidden"], share: Float[Tensor, "tokens experts"]
     ) -> Float[Tensor, "tokens hidden"]:
-        inner = F.silu(hidden @ self.gate_proj.mT) * (hidden @ self.up_proj.mT)
-        outputs = (inner @ self.down_proj.mT).to(share.dtype)  # [experts, tokens, hidden]
+        gate, up, down = self.projections()
+        inner = F.silu(hidden @ gate.mT) * (hidden @ up.mT)
+        outputs = (inner @ down.mT).to(share.dtype)  # [experts, tokens, hidden]
         share = share.T[..., None]  # [experts, tokens, 1]
         # Masked before the product: an overflow in an expert nobody chose must not become NaN.
         return (share * outputs.masked_fill(share == 0.0, 0.0)).sum(dim=0).to(hidden.dtype)
@@ -131,14 +157,13 @@ class Experts(nn.Module):
     def _each_expert_on_its_tokens(
         self, hidden: Float[Tensor, "tokens hidden"], share: Float[Tensor, "tokens experts"]
     ) -> Float[Tensor, "tokens hidden"]:
+        gate, up, down = self.projections()
         output = torch.zeros(hidden.shape, dtype=share.dtype, device=hidden.device)
         for expert in share.any(dim=0).nonzero().flatten().tolist():
             tokens = share[:, expert].nonzero().flatten()
             rows = hidden[tokens]
-            inner = F.silu(F.linear(rows, self.gate_proj[expert])) * F.linear(
-                rows, self.up_proj[expert]
-            )
-            result = F.linear(inner, self.down_proj[expert]).to(share.dtype)
+            inner = F.silu(F.linear(rows, gate[expert])) * F.linear(rows, up[expert])
+            result = F.linear(inner, down[expert]).to(share.dtype)
             output.index_add_(0, tokens, result * share[tokens, expert, None])
         return output.to(hidden.dtype)
 

@@ -4,7 +4,8 @@ The hub writes the same facts in several ways: rotary scaling as ``rope_theta`` 
 (with ``type`` or ``rope_type``) in older files and as ``rope_parameters`` since transformers 5;
 expert routing spelled out (``topk_method``, ``scoring_func``) in DeepSeek's own files and implied
 by the model type in transformers'. This module reads all of them into one frozen ``ModelConfig``
-and refuses, by name, what the decoder would otherwise compute wrongly.
+and refuses, by name, what the decoder would otherwise compute wrongly. What a model type assumes,
+spells or computes in its own way is in `families`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn")
+from stage0_reference.families import FAMILIES, Family
+from stage0_reference.families.family import UnsupportedModelError as UnsupportedModelError
+
+SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
+SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn", "longrope")
 SUPPORTED_TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SUPPORTED_SCORING_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -42,12 +46,56 @@ _LEAST = {
     "n_group": 1,
     "topk_group": 0,
     "num_nextn_predict_layers": 0,
+    "dim_model_base": 1,
+    "zero_expert_num": 0,
 }
 """Least value of the fields that count something."""
 
 
-class UnsupportedModelError(NotImplementedError):
-    """The configuration asks for something that this decoder does not compute."""
+_READ_AS_IS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "topk_method",
+    "scoring_func",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+)
+"""Fields that any family may set and that mean what they say."""
+
+_FACTORS = ("rms_norm_eps", "routed_scaling_factor", "scale_emb", "scale_depth")
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "llama_4_scaling_beta",
+)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -67,13 +115,14 @@ class RopeConfig:
     Attributes
     ----------
     rope_type
-        "default" (no stretching), "linear" (positions / factor) or "yarn".
+        "default" (no stretching), "linear" (positions / factor), "yarn" or "longrope".
     theta
         Base of the frequencies ``theta^(-2 i / qk_rope_head_dim)``.
     factor
         Ratio of the stretched context to the pretrained one.
     original_max_position_embeddings
-        Pretrained context in tokens; YaRN's ramp is placed from it.
+        Pretrained context in tokens; YaRN's ramp is placed from it, and what LongRoPE multiplies
+        cos and sin by.
     beta_fast, beta_slow
         Rotations over the pretrained context above which a frequency is kept, and below which it
         is fully interpolated.
@@ -84,6 +133,12 @@ class RopeConfig:
         Overrides the cos/sin amplitude when the checkpoint gives it outright.
     truncate
         Whether YaRN's ramp ends are rounded to whole dimensions.
+    pair_factors
+        LongRoPE's divisor of each pair's frequency: the file's ``long_factor`` if the model's
+        context (`max_position_embeddings`) is longer than the pretrained one, else its
+        ``short_factor``.
+    llama_4_scaling_beta
+        Growth of the queries with the position, see `rope.query_scale`; 0 means none.
     """
 
     rope_type: str = "default"
@@ -96,14 +151,21 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    pair_factors: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0
 
     @property
     def amplitude(self) -> float:
-        """Factor on cos and sin (1 except under YaRN)."""
-        if self.rope_type != "yarn":
+        """Factor on cos and sin (1 except under YaRN and LongRoPE)."""
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            if self.factor <= 1.0:
+                return 1.0
+            pretrained = math.log(self.original_max_position_embeddings)
+            return math.sqrt(1.0 + math.log(self.factor) / pretrained)
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
                 self.factor, self.mscale_all_dim
@@ -140,6 +202,14 @@ class ModelConfig:
         (bias-corrected choice; a group counts by the sum of its best two).
     num_nextn_predict_layers
         Multi-token-prediction layers that a checkpoint carries behind the last layer; not used.
+    num_hidden_layers
+        Attentions, each with a cache of its own. LongCat-Flash has two in a layer.
+    scale_emb, scale_depth, dim_model_base
+        MiniCPM3's scales: of embeddings, and behind `residual_scale` and `logit_scale`.
+    zero_expert_num
+        Experts behind the routed ones that are the identity (LongCat-Flash).
+    mla_scale_q_lora, mla_scale_kv_lora
+        Whether queries and latents are rescaled for their narrow projections (LongCat-Flash).
     """
 
     model_type: str
@@ -175,6 +245,17 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    scale_emb: float = 1.0
+    scale_depth: float | None = None
+    dim_model_base: int | None = None
+    zero_expert_num: int = 0
+    mla_scale_q_lora: bool = False
+    mla_scale_kv_lora: bool = False
+
+    @property
+    def family(self) -> Family:
+        """What this model type changes."""
+        return FAMILIES[self.model_type]
 
     @property
     def qk_head_dim(self) -> int:
@@ -183,8 +264,36 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """``qk_head_dim^-0.5`` times YaRN's correction; the absorbed form keeps this width."""
-        return self.qk_head_dim**-0.5 * self.rope.softmax_correction
+        """``qk_head_dim^-0.5`` times YaRN's correction; the absorbed form keeps this width.
+
+        A factor on the whole query is one on every score, so LongCat-Flash's is in here too.
+        """
+        scale = self.qk_head_dim**-0.5 * self.rope.softmax_correction
+        if self.mla_scale_q_lora and self.q_lora_rank is not None:
+            scale *= math.sqrt(self.hidden_size / self.q_lora_rank)
+        return scale
+
+    @property
+    def latent_scale(self) -> float:
+        """Factor on the normed latent, and so on what is cached."""
+        return math.sqrt(self.hidden_size / self.kv_lora_rank) if self.mla_scale_kv_lora else 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor on a branch before it is added to the residual stream."""
+        if self.scale_depth is None:
+            return 1.0
+        return self.scale_depth / math.sqrt(self.num_hidden_layers)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the head's input."""
+        return 1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a router chooses from."""
+        return (self.n_routed_experts or 0) + self.zero_expert_num
 
     def is_moe_layer(self, layer_index: int) -> bool:
         """Whether layer `layer_index` has routed experts instead of one dense MLP."""
@@ -233,86 +342,44 @@ class ModelConfig:
                 f"model_type {model_type!r} is not supported; "
                 f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
-        needed = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        )
-        missing = [name for name in needed if fields.get(name) is None]
+        family = FAMILIES[model_type]
+        given = {name: value for name, value in fields.items() if value is not None}
+        missing = [family.spelt(name) for name in family.needed if family.spelt(name) not in given]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}, needed for {model_type}")
-        activation = fields.get("hidden_act", "silu")
+        given = {family.spelt(name): value for name, value in family.assumed.items()} | given
+        activation = given.get("hidden_act", "silu")
         if activation != "silu":
             raise UnsupportedModelError(
                 f"hidden_act {activation!r} is not supported; supported: silu"
             )
+        for name, least in _LEAST.items():
+            value = given.get(family.spelt(name), least)
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"{family.spelt(name)} must be an integer of at least {least}; got {value!r}"
+                )
+        _check_numbers(given, _FACTORS, "config.json")
 
-        # transformers leaves routing implicit in the model type; DeepSeek's own files spell it out.
-        second_generation = model_type == "deepseek_v2"
-        optional = {
-            name: fields[name]
-            for name in (
-                "q_lora_rank",
-                "max_position_embeddings",
-                "rms_norm_eps",
-                "attention_bias",
-                "mlp_bias",
-                "tie_word_embeddings",
-                "n_routed_experts",
-                "n_shared_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "first_k_dense_replace",
-                "moe_layer_freq",
-                "n_group",
-                "topk_group",
-                "norm_topk_prob",
-                "routed_scaling_factor",
-                "num_nextn_predict_layers",
-                "bos_token_id",
-            )
-            if fields.get(name) is not None
+        values = {
+            name: given[family.spelt(name)]
+            for name in (*_READ_AS_IS, *family.own_fields)
+            if family.spelt(name) in given
         }
-        if not second_generation:
-            # What transformers' DeepseekV3Config assumes where a file is silent.
-            assumed = {
-                "norm_topk_prob": True,
-                "routed_scaling_factor": 2.5,
-                "n_group": 8,
-                "topk_group": 4,
-            }
-            optional = assumed | optional
-        eos = fields.get("eos_token_id")
-        config = cls(
-            model_type=model_type,
-            **{name: fields[name] for name in needed},
-            **optional,
-            rope=_read_rope(fields),
+        eos = given.get("eos_token_id")
+        values |= {
+            "first_k_dense_replace": _read_dense_layers(given),
+            "rope": _read_rope(given),
             # transformers and the hub both treat DeepSeek-V2's projections as interleaved.
-            rope_interleave=bool(fields.get("rope_interleave", True)),
-            topk_method=fields.get("topk_method")
-            or ("greedy" if second_generation else "noaux_tc"),
-            scoring_func=fields.get("scoring_func")
-            or ("softmax" if second_generation else "sigmoid"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        )
+            "rope_interleave": bool(given.get("rope_interleave", True)),
+            "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        }
+        config = cls(model_type=model_type, **(values | family.derived(given)))
         config._check()
         return config
 
     def _check(self) -> None:
-        """Refuse impossible values here, where the field's name is at hand."""
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is None and name in ("q_lora_rank", "n_routed_experts"):
-                continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+        """Refuse what does not go together here, where the fields' names are at hand."""
         if self.qk_rope_head_dim % 2:
             raise ValueError(
                 "qk_rope_head_dim must be even and at least 0 (it holds rotary pairs); "
@@ -330,7 +397,7 @@ class ModelConfig:
                 f"scoring_func {self.scoring_func!r} is not supported; "
                 f"supported: {', '.join(SUPPORTED_SCORING_FUNCTIONS)}"
             )
-        experts = self.n_routed_experts or 0
+        experts = self.num_choices
         if self.moe_intermediate_size < 1:
             raise ValueError(
                 f"moe_intermediate_size must be at least 1; got {self.moe_intermediate_size}"
@@ -353,6 +420,29 @@ class ModelConfig:
             )
 
 
+def _check_numbers(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse what is given and is not a number."""
+    for name in names:
+        value = values.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} of {where} must be a number; got {value!r}")
+
+
+def _read_dense_layers(fields: Mapping[str, Any]) -> int:
+    """How many layers come before the mixtures: as a number, or as transformers' list of kinds."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return int(fields.get("first_k_dense_replace", 0))
+    layers = fields["num_hidden_layers"]
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise UnsupportedModelError(
+            f"mlp_layer_types must be 'dense' for the first layers and 'sparse' for the rest, "
+            f"{layers} in all; got {kinds!r}"
+        )
+    return dense
+
+
 def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
     """Read rotary settings in transformers 5's spelling, or else in the hub's older one."""
     spelling = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
@@ -371,19 +461,7 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
             f"rope type {rope_type!r} is not supported; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    for name in (
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-    ):
-        value = parameters.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{name} of {spelling} must be a number; got {value!r}")
+    _check_numbers(parameters, _ROPE_NUMBERS, spelling)
     theta = parameters.get("rope_theta", fields.get("rope_theta"))
     if theta is not None and not (isinstance(theta, int | float) and theta > 0.0):
         raise ValueError(f"rope_theta must be a positive number; got {theta!r}")
@@ -393,8 +471,9 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
     if factor is None:
         if rope_type == "linear" or (rope_type == "yarn" and original is None):
             raise ValueError(f"rope type {rope_type!r} needs a factor; config.json gives none")
-        factor = longest / original if rope_type == "yarn" and original else 1.0
-    if factor < 1.0:
+        is_ratio = rope_type in ("yarn", "longrope")
+        factor = longest / original if is_ratio and original else 1.0
+    if factor < 1.0 and rope_type != "longrope":
         raise ValueError(f"rope factor must be at least 1; got {factor}")
     return RopeConfig(
         rope_type=rope_type,
@@ -407,7 +486,34 @@ def _read_rope(fields: Mapping[str, Any]) -> RopeConfig:
         mscale_all_dim=parameters.get("mscale_all_dim"),
         attention_factor=parameters.get("attention_factor"),
         truncate=bool(parameters.get("truncate", True)),
+        pair_factors=_read_pair_factors(fields, parameters) if rope_type == "longrope" else (),
+        llama_4_scaling_beta=float(parameters.get("llama_4_scaling_beta") or 0.0),
     )
+
+
+def _read_pair_factors(
+    fields: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> tuple[float, ...]:
+    """Choose and check LongRoPE's list: by the model's context, once and for all requests.
+
+    transformers chooses by each call's longest request, so that one token's rotation would depend
+    on the batch it is in, and a cache would be wrong from the token on that crosses the pretrained
+    context. To use a longer model within its pretrained context only, set
+    ``max_position_embeddings`` to that.
+    """
+    longest = fields.get("max_position_embeddings") or 4096
+    original = parameters.get("original_max_position_embeddings") or longest
+    name = "long_factor" if longest > original else "short_factor"
+    factors, pairs = parameters.get(name), fields["qk_rope_head_dim"] // 2
+    if (
+        not isinstance(factors, list)
+        or len(factors) != pairs
+        or not all(type(factor) in (int, float) and factor > 0.0 for factor in factors)
+    ):
+        raise ValueError(
+            f"{name} must be a list of {pairs} positive numbers, one a rotary pair; got {factors!r}"
+        )
+    return tuple(map(float, factors))
 
 
 def _one_spelling(parameters: Mapping[str, Any]) -> dict[str, Any]:

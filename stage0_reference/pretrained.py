@@ -104,6 +104,7 @@ def _unused_tensors(config: ModelConfig) -> Callable[[str], bool]:
             name.startswith(multi_token_prediction)
             or name.endswith("rotary_emb.inv_freq")  # computed here
             or (config.tie_word_embeddings and name == "lm_head.weight")
+            or config.family.is_unused(name, config)
         )
 
     return is_unused

@@ -50,7 +50,8 @@ def rotary_frequencies(rope: RopeConfig, rotary_dim: int) -> Float[Tensor, " pai
     ----------
     YaRN (arXiv 2309.00071), section 3.2: frequencies that turn more than `beta_fast` times over
     the pretrained context are kept, those below `beta_slow` turns are divided by the factor,
-    with a linear ramp over the dimensions between.
+    with a linear ramp over the dimensions between. LongRoPE (arXiv 2402.13753), section 3.2: each
+    pair has a divisor of its own, found by search.
     """
     if rotary_dim == 0:
         return torch.zeros(0, dtype=torch.float64)
@@ -58,6 +59,8 @@ def rotary_frequencies(rope: RopeConfig, rotary_dim: int) -> Float[Tensor, " pai
     kept = rope.theta ** (-2.0 * pair / rotary_dim)
     if rope.rope_type == "default":
         return kept
+    if rope.rope_type == "longrope":
+        return kept / torch.tensor(rope.pair_factors, dtype=torch.float64)
     interpolated = kept / rope.factor
     if rope.rope_type == "linear":
         return interpolated
@@ -75,6 +78,20 @@ def rotary_frequencies(rope: RopeConfig, rotary_dim: int) -> Float[Tensor, " pai
         high += 0.001  # a step instead of a ramp, without 0 / 0
     interpolate = ((pair - low) / (high - low)).clamp(0.0, 1.0)
     return kept * (1.0 - interpolate) + interpolated * interpolate
+
+
+def query_scale(
+    rope: RopeConfig, positions: Int[Tensor, " *tokens"]
+) -> Float[Tensor, " *tokens"] | None:
+    """Factor on each token's whole query, f32; None where queries do not grow with the position.
+
+    ``1 + beta ln(1 + floor(position / original_max_position_embeddings))``: as the context grows,
+    a softmax over more keys flattens, and larger queries sharpen it again.
+    """
+    if not rope.llama_4_scaling_beta:
+        return None
+    contexts = (positions // rope.original_max_position_embeddings).to(torch.float64)
+    return (1.0 + rope.llama_4_scaling_beta * torch.log1p(contexts)).float()
 
 
 class RotaryEmbedding:

@@ -44,9 +44,44 @@ TINY_SIZES: dict[str, Any] = {
 """A mixture model of about 60,000 parameters; field names as in config.json."""
 
 
+_DENSE: dict[str, Any] = dict.fromkeys(
+    (
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    ),
+    ...,
+)
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    # model type: how it differs from TINY_SIZES; ``...`` leaves a field out
+    "glm4_moe_lite": {"v_head_dim": 22, "first_k_dense_replace": ..., "norm_topk_prob": True},
+    "minicpm3": _DENSE | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 20},
+    "longcat_flash": _DENSE
+    | {
+        "intermediate_size": ...,
+        "num_hidden_layers": ...,
+        "num_layers": 2,
+        "ffn_hidden_size": 40,
+        "expert_ffn_hidden_size": 14,
+        "n_routed_experts": 6,
+        "zero_expert_num": 3,
+        "moe_topk": 4,
+    },
+    "youtu": _DENSE,
+    "mistral4": {"n_group": ..., "topk_group": ..., "norm_topk_prob": True},
+}
+
+
 def config_fields(model_type: str = "deepseek_v3", **changes: Any) -> dict[str, Any]:
     """Fields of a tiny model's config.json; a change to ``...`` leaves the field out."""
-    fields = {"model_type": model_type, **TINY_SIZES, **changes}
+    sizes = TINY_SIZES | FAMILY_SIZES.get(model_type, {})
+    fields = {"model_type": model_type, **sizes, **changes}
     return {name: value for name, value in fields.items() if value is not ...}
 
 

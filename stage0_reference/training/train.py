@@ -38,6 +38,7 @@ from torch import Tensor
 from stage0_reference.checkpoint import save_safetensors
 from stage0_reference.decoder import Decoder, MultiHeadLatentAttention, RMSNorm
 from stage0_reference.model_config import ModelConfig
+from stage0_reference.rope import Rotation
 from stage0_reference.training.corpus import load_corpus, load_heldout, training_tokens
 
 SHIPPED_CONFIG: dict[str, Any] = {
@@ -131,10 +132,12 @@ class FusedCausalAttention:
         layer: MultiHeadLatentAttention,
         q_nope: Float[Tensor, "batch length heads qk_nope_head_dim"],
         q_rope: Float[Tensor, "batch length heads qk_rope_head_dim"],
-        c_kv: Float[Tensor, "batch length kv_lora_rank"],
+        latent: Float[Tensor, "batch length kv_lora_rank"],
         k_rope: Float[Tensor, "batch length qk_rope_head_dim"],
+        rotation: Rotation,
     ) -> Float[Tensor, "batch length heads v_head_dim"]:
         """Attend."""
+        q_rope, c_kv, k_rope = layer.finish_projections(q_rope, latent, k_rope, rotation)
         config = layer.config
         expanded = layer.kv_b_proj(c_kv).unflatten(-1, (config.num_attention_heads, -1))
         k_nope, value = expanded.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stage0_reference.absorbed_backend import AbsorbedBackend
+from stage0_reference.attention_backend import AttentionBackend
 from stage0_reference.checkpoint import CheckpointError
 from stage0_reference.decoder import CachedAttention, Decoder, FullAttention
 from stage0_reference.generation import TextGenerator
@@ -291,13 +292,14 @@ def cached_logits(
     requests: Sequence[Tensor],
     chunks: Sequence[Sequence[int]],
     form: str,
+    backend: AttentionBackend | None = None,
 ) -> list[Tensor]:
-    """Our logits through a paged cache in the decoder's dtype.
+    """Our logits through a paged cache: stage 0's in the decoder's dtype, or that of `backend`.
 
     ``chunks[request]`` is how many tokens it takes in each step; a request whose list is shorter
     joins later, so that all end in the same step.
     """
-    backend = AbsorbedBackend(cache_dtype=decoder.dtype)
+    backend = backend or AbsorbedBackend(cache_dtype=decoder.dtype)
     table, num_pages = shuffled_block_table([len(r) for r in requests], PAGE_SIZE)
     cache = backend.make_cache(decoder.config, num_pages, PAGE_SIZE)
     for layer in cache:

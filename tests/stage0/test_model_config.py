@@ -333,6 +333,9 @@ def test_every_spelling_of_rope_gives_the_same_config(
         settings = {}
     if rope_type == "linear":
         settings = {"factor": settings["factor"]}
+    if rope_type == "longrope":
+        # Eight pairs each; the model's context is 256.
+        settings |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     spellings: dict[str, dict[str, Any]] = {
         "rope_scaling, type": {
             "rope_theta": theta,
@@ -358,7 +361,7 @@ def test_every_spelling_of_rope_gives_the_same_config(
             "rope_parameters": {"rope_type": rope_type, **settings},
         },
     }
-    if rope_type == "default":
+    if rope_type == "default" and model_type != "mistral4":  # which says how it stretches
         spellings["no scaling"] = {"rope_theta": theta}
         spellings["null scaling"] = {"rope_theta": theta, "rope_scaling": None}
         spellings["empty scaling"] = {"rope_theta": theta, "rope_scaling": {}}
@@ -372,7 +375,11 @@ def test_every_spelling_of_rope_gives_the_same_config(
     assert first.rope.rope_type == rope_type
     assert first.rope.theta == theta
     for name, value in settings.items():
-        assert getattr(first.rope, name) == value, name
+        if name not in ("short_factor", "long_factor"):
+            assert getattr(first.rope, name) == value, name
+    if rope_type == "longrope":
+        longer = settings["original_max_position_embeddings"] < 256
+        assert first.rope.pair_factors == ((2.0,) if longer else (1.0,)) * 8
 
 
 def test_rope_theta_is_10000_where_nobody_says() -> None:
@@ -442,6 +449,7 @@ def test_null_means_absent(name: str) -> None:
 
 _LINEAR = {"type": "linear", "factor": 2.0}
 _YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+_LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8}
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     # attribute: (fields before, fields after, what the attribute then is)
     **{
@@ -478,6 +486,15 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         }.items()
     },
     "model_type": ({}, {"model_type": "kimi_k2"}, "kimi_k2"),
+    **{
+        name: ({"model_type": "minicpm3"}, {name: value}, value)
+        for name, value in {"scale_emb": 5, "scale_depth": 2.0, "dim_model_base": 30}.items()
+    },
+    "zero_expert_num": ({"model_type": "longcat_flash"}, {"zero_expert_num": 5}, 5),
+    **{
+        name: ({"model_type": "longcat_flash"}, {name: False}, False)
+        for name in ("mla_scale_q_lora", "mla_scale_kv_lora")
+    },
     "topk_group": ({"n_group": 2}, {"topk_group": 2}, 2),
     "eos_token_ids": ({}, {"eos_token_id": 7}, (7,)),
     "max_position_embeddings": (
@@ -489,6 +506,16 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"rope_scaling": {**_LINEAR, "original_max_position_embeddings": 128}},
         {"rope_scaling": _YARN},
         "yarn",
+    ),
+    "rope.pair_factors": (
+        {"rope_scaling": _LONGROPE},
+        {"rope_scaling": {**_LONGROPE, "short_factor": [3.0] * 8}},
+        (3.0,) * 8,
+    ),
+    "rope.llama_4_scaling_beta": (
+        {"rope_scaling": _YARN},
+        {"rope_scaling": {**_YARN, "llama_4_scaling_beta": 0.1}},
+        0.1,
     ),
     "rope.theta": ({}, {"rope_theta": 50000.0}, 50000.0),
     "rope.factor": ({"rope_scaling": _LINEAR}, {"rope_scaling": {**_LINEAR, "factor": 3}}, 3.0),
@@ -578,7 +605,7 @@ def test_no_rotary_part_is_allowed() -> None:
     [
         ({"model_type": "llama"}, "model_type", "llama", SUPPORTED_MODEL_TYPES),
         ({"model_type": None}, "model_type", "None", SUPPORTED_MODEL_TYPES),
-        ({"rope_scaling": {"type": "longrope"}}, "rope type", "longrope", SUPPORTED_ROPE_TYPES),
+        ({"rope_scaling": {"type": "llama3"}}, "rope type", "llama3", SUPPORTED_ROPE_TYPES),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
             "rope type",
@@ -589,7 +616,7 @@ def test_no_rotary_part_is_allowed() -> None:
         ({"scoring_func": "sqrt"}, "scoring_func", "sqrt", SUPPORTED_SCORING_FUNCTIONS),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu", ("silu",)),
     ],
-    ids=["model_type", "no model_type", "longrope", "dynamic", "topk", "scoring", "activation"],
+    ids=["model_type", "no model_type", "llama3", "dynamic", "topk", "scoring", "activation"],
 )
 def test_the_unsupported_is_refused_by_name_with_what_is_supported(
     fields: dict[str, Any], name: str, value: str, supported: Sequence[str]
