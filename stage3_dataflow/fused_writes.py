@@ -275,6 +275,12 @@ def check_planes(
         )
     if pool[1] < 1:
         raise ValueError(f"cache must have a page_size of at least 1; got {pool[1]}")
+    for plane in cache:
+        if pool[1] * plane.stride(1) >= 2**31:  # offsets inside a page are 32 bits wide
+            raise ValueError(
+                "cache must have fewer than 2^31 elements between a page's first and last token; "
+                f"got a token stride of {plane.stride(1)} in pages of {pool[1]} tokens"
+            )
 
 
 def _check_slots(slot_mapping: Tensor, cache: LatentPages | Bf16LatentPages) -> None:

@@ -540,3 +540,153 @@ def perturbed_attention_error(
     return AttentionError(
         moved.out.masked_fill(empty[..., None], 0.0), moved.lse.masked_fill(empty, 0.0)
     )
+
+
+# Stage 3: the kernels, whose P is rounded and whose sums may be a tensor core's.
+
+PROBABILITY_ROUNDOFF = {"bf16": 2.0**-8, "e4m3": 2.0**-4}
+"""Unit roundoff of P's formats."""
+
+SIGMA_BLOCK = 64
+"""Most tokens that share a scale of P in e4m3."""
+
+TENSOR_CORE_STEP, TENSOR_CORE_BITS = 32, 13
+"""Hopper's FP8 tensor core adds 32 products and its accumulator at once, each cut below 2^-13 of
+the largest of them; see `stage2_pv_pipeline.tensor_core_accumulator`."""
+
+
+def tensor_core_cut(terms: int) -> float:
+    """Error of an FP8 tensor core's sum of products, relative to the sum of their magnitudes.
+
+    Each step of 32 cuts 33 addends by less than 2^-13 of the largest, which is at most that sum.
+    """
+    steps = -(-terms // TENSOR_CORE_STEP)
+    return (TENSOR_CORE_STEP + 1) * steps * 2.0**-TENSOR_CORE_BITS
+
+
+def probability_error(
+    scaled_weights: Float[Tensor, "*rows keys"], p_format: str
+) -> Float[Tensor, "*rows keys"]:
+    """Error of rounding P, where P stands for ``scaled_weights`` (weight times V's scale).
+
+    In BF16 half an ulp, 2^-8 relative. In e4m3 P is rounded in units of its block's sigma: half an
+    ulp is ``max(2^-4 |u|, 2^-10 sigma)``, sigma being the largest u of the block over 448, or 2^-60
+    of the largest sigma so far. Blocks of the kernels have up to 64 tokens and begin at multiples
+    of their size; a smaller one's maximum is no larger. Computing sigma, and the quotient by it,
+    takes four roundings of float32, three of them divisions that may be off by 2 ulps.
+    """
+    relative = PROBABILITY_ROUNDOFF[p_format] * scaled_weights
+    if p_format == "bf16" or scaled_weights.shape[-1] == 0:
+        return relative
+    keys = scaled_weights.shape[-1]
+    padded = torch.nn.functional.pad(scaled_weights, (0, -keys % SIGMA_BLOCK))
+    largest = padded.unflatten(-1, (-1, SIGMA_BLOCK)).amax(-1) / 448.0
+    floored = torch.maximum(largest, 2.0**-60 * largest.cummax(-1).values)
+    sigma = floored.repeat_interleave(SIGMA_BLOCK, -1)[..., :keys]
+    return (relative + 2.0**-10 * sigma) * (1.0 + gamma(1 + elementary_roundings(3), torch.float32))
+
+
+def kernel_attention_error(
+    q_latent: Float[Tensor, "s_q heads kv_lora_rank"],
+    q_rope: Float[Tensor, "s_q heads qk_rope_head_dim"],
+    c_kv: Float[Tensor, "length kv_lora_rank"],
+    k_rope: Float[Tensor, "length qk_rope_head_dim"],
+    scale: Float[Tensor, " length"],
+    softmax_scale: float,
+    *,
+    p_format: str,
+    causal: bool = True,
+    splits: int = 1,
+    fp8_tensor_core: bool = False,
+) -> AttentionError:
+    """Error of a decode kernel against exact attention over what codes and scales stand for.
+
+    `attention_error` with the kernels' counts, and P's rounding.
+
+    - A score is one sum over both widths, whose additions may truncate (2 u each, as tensor cores
+      do), the softmax scale and log2(e) rounded to float32, and four products: 2 (widths) + 6.
+    - Scores are kept in base 2, V's scale possibly added as its logarithm: ``log2 scale``, the sum
+      and its use as an exponent are off by 4 u of its size.
+    - A split's lse, of size ``B = max |score| + log(keys)`` at most, is a logarithm and a sum, and
+      a product with a rounded ln 2 (4 u B); its difference to the largest one is at most 2 B,
+      rounded and multiplied by log2(e) for the exponential (3 u 2 B): 10 u B, and two elementary
+      functions (of log2, at most log(keys)). Charged to every score, split or not.
+    - A value's chain: V's scale, division by sigma, the sum (2 u an addition), per step a ratio
+      with a division and two products, last two divisions and three products.
+    - P's rounding, `probability_error` of the weights as computed: exact ones plus their own error,
+      which `attention_error` gives when the values are the unit vectors.
+    - On FP8 tensor cores both FP8 products lose `tensor_core_cut` of their magnitude.
+
+    Parameters
+    ----------
+    q_latent, q_rope, c_kv, k_rope
+        What one request's codes stand for, float64.
+    scale
+        Of its tokens; ones over a BF16 cache.
+    splits
+        Parts that the request may have been cut into.
+    fp8_tensor_core
+        Whether FP8 products ran on tensor cores, rather than in float32.
+    """
+    u = unit_roundoff(torch.float32)
+    scores, magnitude = latent_scores(q_latent, q_rope, c_kv, k_rope, softmax_scale, causal)
+    keys, width = c_kv.shape
+    if keys == 0:
+        nothing = torch.zeros(*q_latent.shape, dtype=torch.float64)
+        return AttentionError(nothing, nothing.sum(-1))
+    score_roundings = 2 * (width + q_rope.shape[-1]) + 6
+    largest = scores.masked_fill(scores.isneginf(), 0.0).abs().amax(-1, keepdim=True)
+    extra = 10.0 * u * (largest + math.log(keys)) + 4.0 * u * scale.double().log2().abs().amax()
+    extra = extra + gamma(elementary_roundings(2), torch.float32) * (1.0 + math.log(keys))
+    if fp8_tensor_core:
+        latent_only = latent_scores(
+            q_latent, q_rope[..., :0], c_kv, k_rope[..., :0], softmax_scale, causal
+        )
+        extra = extra + tensor_core_cut(width) * latent_only.magnitude
+    # `attention_error` charges gamma(roundings) of the magnitude: an error e counts as e / gamma.
+    magnitude = magnitude + extra / gamma(score_roundings, torch.float32)
+    steps = -(-keys // (SIGMA_BLOCK // 2)) + splits
+
+    def error_over(values: Tensor) -> AttentionError:
+        return attention_error(
+            scores,
+            magnitude,
+            values,
+            score_roundings=score_roundings,
+            value_roundings=keys + 12 * steps + 20,
+            dtype=torch.float32,
+            steps=steps,
+        )
+
+    values = c_kv.double().abs()
+    hidden_rows = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(hidden_rows, 0.0).softmax(-1).masked_fill(hidden_rows, 0.0)
+    computed = weights + error_over(torch.eye(keys, dtype=torch.float64)).out
+    scaled = computed * scale.double()
+    off = probability_error(scaled, p_format)
+    codes = values / scale.double()[:, None]
+    error = error_over(values)
+    # Rounded P passes the same sums: their relative error applies to its error too.
+    out = error.out + (off @ codes) * (1.0 + gamma(2 * keys + 14 * steps + 23, torch.float32))
+    if fp8_tensor_core and p_format == "e4m3":
+        out = out + tensor_core_cut(SIGMA_BLOCK) * ((scaled + off) @ codes)
+    return AttentionError(out.masked_fill(hidden_rows, 0.0), error.lse)
+
+
+def rms_norm_error(
+    x: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, " width"],
+    eps: float,
+    dtype: torch.dtype,
+) -> Float[Tensor, "tokens width"]:
+    """Error of ``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded to `dtype`.
+
+    The mean is a sum of squares (one rounding each, and one per addition, all of one sign), a
+    quotient and eps rounded and added: width + 4. Its root halves that, the reciprocal root is an
+    elementary function, and two products follow. Squares that underflow are below eps.
+    """
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    roundings = (x.shape[-1] + 4) // 2 + 1 + elementary_roundings() + 2
+    own = gamma(roundings, torch.float32) * exact.abs()
+    return own + rounding_error(exact.abs() + own, dtype)

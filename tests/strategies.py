@@ -286,3 +286,48 @@ def decode_cases(
         dtype=draw(float_dtypes() if dtypes is None else dtypes),
         seed=draw(seeds()),
     )
+
+
+# Stage 3: what the kernels serve.
+
+KERNEL_HEADS = (1, 4, 8, 16, 20, 32, 40, 64, 128)
+KERNEL_PAGE_SIZES = (1, 16, 32, 64, 128)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@st.composite
+def kernel_cases(
+    draw: st.DrawFn,
+    *,
+    longest: int = 140,
+    largest_batch: int = 2,
+    largest_s_q: int = 8,
+    most_rows: int = 16,
+    latents: Sequence[int] = (32, 64),
+    ropes: Sequence[int] = (0, 16, 32),
+    regime: st.SearchStrategy[str] | None = None,
+    spread: st.SearchStrategy[float] | None = None,
+    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+) -> DecodeCase:
+    """Decode batches of widths that the kernels have tiles for.
+
+    Small widths by default: their code is the same, and an interpreter takes a millisecond for a
+    handful of lines. `most_rows` bounds s_q times heads for the same reason:
+    every row of a split request is a program of the combine.
+    """
+    heads = draw(st.sampled_from([count for count in KERNEL_HEADS if count <= most_rows]))
+    page_size = draw(st.one_of(st.sampled_from(KERNEL_PAGE_SIZES), st.integers(1, 130)))
+    return DecodeCase(
+        heads=heads,
+        kv_lora_rank=draw(st.sampled_from(latents)),
+        qk_rope_head_dim=draw(st.sampled_from(ropes)),
+        page_size=page_size,
+        token_counts=tuple(
+            draw(st.lists(lengths(page_size, longest), min_size=1, max_size=largest_batch))
+        ),
+        s_q=draw(st.integers(1, max(1, min(largest_s_q, most_rows // heads)))),
+        regime=draw(regimes() if regime is None else regime),
+        spread=draw(st.sampled_from((0.5, 5.0, 80.0)) if spread is None else spread),
+        dtype=draw(st.sampled_from(dtypes)),
+        seed=draw(seeds()),
+    )

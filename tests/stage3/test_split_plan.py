@@ -1,0 +1,109 @@
+"""Splits cover a request once, in order, by its own length alone; kernels compute the same plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stage3_dataflow import DecodeWorkspace, SplitRule, suggest_split_rule, workspace_bytes
+from stage3_dataflow.split_plan import (
+    SPLIT_GRANULE,
+    check_split_rule,
+    largest_split_count,
+    splits_for,
+)
+
+pytestmark = pytest.mark.stage3
+
+lengths = st.integers(0, 200_000)
+rules = st.builds(SplitRule, st.integers(1, 5000), st.integers(1, 200))
+
+
+@given(length=lengths, rule=rules)
+@example(0, SplitRule(1, 1))
+@example(64, SplitRule(64, 8))
+@example(65, SplitRule(64, 8))
+def test_splits_cover_every_token_once_in_order(length, rule):
+    splits = splits_for(length, rule)
+    assert splits[0][0] == 0
+    assert splits[-1][1] == length
+    for (_, end), (start, _) in zip(splits[:-1], splits[1:], strict=True):
+        assert end == start
+    assert all(start < end for start, end in splits) or splits == [(0, 0)]
+
+
+@given(length=lengths, rule=rules)
+def test_splits_keep_the_rule(length, rule):
+    splits = splits_for(length, rule)
+    assert len(splits) <= rule.max_splits
+    assert len(splits) <= max(1, -(-length // rule.min_tokens))
+    sizes = {end - start for start, end in splits[:-1]}
+    assert len(sizes) <= 1
+    assert all(size % SPLIT_GRANULE == 0 for size in sizes)
+
+
+@given(capacity=st.integers(0, 20_000), rule=rules, data=st.data())
+def test_the_grid_has_a_program_for_every_split(capacity, rule, data):
+    length = data.draw(st.integers(0, capacity))
+    assert len(splits_for(length, rule)) <= largest_split_count(capacity, rule)
+
+
+@given(
+    plans=st.lists(st.tuples(st.integers(0, 5000), rules), min_size=1, max_size=8),
+)
+@settings(max_examples=10)
+def test_the_kernels_compute_the_same_splits(device, plans):
+    from tests.stage3.split_probe import bounds_of
+
+    for length, rule in plans:
+        wanted = splits_for(length, rule)
+        found = bounds_of(length, rule, len(wanted), device)
+        assert found[-1] == len(wanted)
+        for index, (start, end) in enumerate(wanted):
+            assert found[2 * index : 2 * index + 2] == [start, end]
+
+
+@pytest.mark.parametrize("field", SplitRule._fields)
+@pytest.mark.parametrize("value", [0, -1])
+def test_rules_that_cut_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"split_rule\.{field} must be at least 1; got {value}"):
+        check_split_rule(SplitRule()._replace(**{field: value}))
+
+
+@given(
+    batch=st.integers(1, 300),
+    rows=st.integers(1, 500),
+    length=st.integers(1, 200_000),
+    processors=st.integers(1, 200),
+)
+def test_the_suggested_rule_is_one_and_fills_the_processors_once(batch, rows, length, processors):
+    rule = suggest_split_rule(batch, rows, length, processors=processors)
+    check_split_rule(rule)
+    programs = batch * -(-rows // 64)
+    assert programs * len(splits_for(length, rule)) <= max(processors, programs)
+
+
+@given(
+    batch=st.integers(1, 9),
+    s_q=st.integers(1, 4),
+    heads=st.integers(1, 20),
+    capacity=st.integers(0, 5000),
+    rule=rules,
+)
+@settings(max_examples=20)
+def test_workspace_bytes_are_what_a_decode_takes(batch, s_q, heads, capacity, rule):
+    """FR-32: partials counted before pages are; the buffers grow to that and no further."""
+    width = 32
+    splits = largest_split_count(capacity, rule)
+    workspace = DecodeWorkspace("cpu")
+    if splits > 1:
+        out, lse = workspace.partials(batch, splits, s_q * heads, width)
+        assert out.shape == (batch, splits, s_q * heads, width)
+        assert lse.shape == (batch, splits, s_q * heads)
+    assert workspace.nbytes == workspace_bytes(batch, s_q, heads, width, capacity, rule)
+    before = workspace.nbytes
+    if splits > 1:
+        again, _ = workspace.partials(batch, splits - 1, s_q * heads, width)
+        assert again.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    assert workspace.nbytes == before
