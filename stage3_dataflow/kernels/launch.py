@@ -48,12 +48,15 @@ class DecodeBlocks(NamedTuple):
     stages: int
 
 
-def decode_blocks(num_rows: int, shared_memory: int, *, fp8_cache: bool) -> DecodeBlocks:
+def decode_blocks(
+    num_rows: int, shared_memory: int, *, fp8_cache: bool, width: int = 576
+) -> DecodeBlocks:
     """Choose tiles for a number of rows and a device's shared memory per block, in bytes.
 
     Sixteen rows are the least that a tensor core takes. The tile of a 512-wide FP8 cache is 32 KiB
     for 64 tokens, twice that in BF16, and the query's stays beside it; GPUs with about 100 KiB
-    (consumer Ada and Blackwell) get tiles of 32 tokens.
+    (consumer Ada and Blackwell) get smaller tiles, and so does a row of more than 512 + 64 in BF16
+    (`width` is kv_lora_rank + qk_rope_head_dim).
 
     Measured on one H200 (triton 3.6.0), microseconds for 8,192 tokens of 128 requests: 128 heads,
     FP8 cache, 64 x 64 tiles 1348, 64 x 32 1679, 32 x 64 3188, three stages a quarter slower; BF16
@@ -64,7 +67,9 @@ def decode_blocks(num_rows: int, shared_memory: int, *, fp8_cache: bool) -> Deco
     if num_rows <= 16:
         wide = not (fp8_cache or small)
         return DecodeBlocks(16, 64 if wide else 32, 8 if wide else 4, 1 if small else 2)
-    return DecodeBlocks(32, 32, 8, 1) if small else DecodeBlocks(64, 64, 8, 2)
+    if small:
+        return DecodeBlocks(32, 32, 8, 1) if fp8_cache else DecodeBlocks(16, 32, 4, 1)
+    return DecodeBlocks(64, 64 if fp8_cache or width <= 576 else 32, 8, 2)
 
 
 @functools.cache
@@ -231,7 +236,8 @@ def launch_split_kv_decode(
     num_rows = s_q * heads
     if blocks is None:
         memory = shared_memory_per_block(plane.device)
-        blocks = decode_blocks(num_rows, memory, fp8_cache=fp8_cache)
+        width = latent + rope_plane.shape[-1]
+        blocks = decode_blocks(num_rows, memory, fp8_cache=fp8_cache, width=width)
     grid = (-(-num_rows // blocks.rows), partial_lse.shape[1], batch)
     split_kv_decode_kernel[grid](
         query.codes,
@@ -270,6 +276,7 @@ def launch_split_kv_decode(
         FP8_P=fp8_p and fp8_cache,
         INTERPRETED=is_interpreting(),
         num_warps=blocks.warps,
+        enable_fp_fusion=True,
     )
 
 
