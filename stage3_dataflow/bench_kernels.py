@@ -142,9 +142,14 @@ def _attention_error(
 
 
 def suggested_rule(shape: Shape, processors: int) -> SplitRule:
-    """`suggest_split_rule` for a shape's mean length."""
-    mean = shape.tokens // shape.batch
-    return suggest_split_rule(shape.batch, shape.s_q * shape.heads, mean, processors=processors)
+    """`suggest_split_rule` for a shape's mean and longest length."""
+    return suggest_split_rule(
+        shape.batch,
+        shape.s_q * shape.heads,
+        shape.tokens // shape.batch,
+        processors=processors,
+        longest=max(shape.lengths),
+    )
 
 
 def available_kernels(case: Case) -> list[Kernel]:

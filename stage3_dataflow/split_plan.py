@@ -20,6 +20,10 @@ SPLIT_GRANULE = 64
 """Tokens that a split is a multiple of: the block that shares one scale of P."""
 
 
+MIN_RAGGED_TOKENS = 1024
+"""Least tokens of a split in a ragged batch: below, partial results cost more than they balance."""
+
+
 class SplitRule(NamedTuple):
     """When to cut a request, and into how many parts at most.
 
@@ -68,23 +72,37 @@ def largest_split_count(capacity: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> 
 
 
 def suggest_split_rule(
-    batch: int, rows: int, length: int, *, processors: int, block_rows: int = 64
+    batch: int,
+    rows: int,
+    length: int,
+    *,
+    processors: int,
+    longest: int | None = None,
+    block_rows: int = 64,
 ) -> SplitRule:
     """Choose a rule that fills `processors` for a batch of requests about `length` tokens long.
 
-    Fastest, but the bits of a request then depend on the size of its batch.
+    Fastest, but the bits of a request then depend on its batch mates.
 
     Parameters
     ----------
     batch, rows
         Requests, and query rows of each (s_q heads).
     length
-        Typical cached tokens of a request.
+        Mean of the requests' cached tokens.
     processors
         Multiprocessors of the GPU (132 on an H100 or H200).
+    longest
+        Cached tokens of the longest request. Where it is well above the mean, requests are cut so
+        that no split holds more than a quarter of a processor's share of all tokens: the longest
+        would otherwise go on alone.
     block_rows
         Rows that one program attends.
     """
-    programs = batch * -(-rows // block_rows)
-    splits = max(1, processors // max(programs, 1))
+    tiles = -(-rows // block_rows)
+    if longest is not None and longest > 1.25 * length:
+        share = batch * length * tiles / processors
+        tokens = max(MIN_RAGGED_TOKENS, math.ceil(share / 4 / SPLIT_GRANULE) * SPLIT_GRANULE)
+        return SplitRule(min_tokens=tokens, max_splits=-(-longest // tokens))
+    splits = max(1, processors // max(batch * tiles, 1))
     return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)

@@ -35,11 +35,14 @@ def readable_lengths_kernel(
 
 
 @triton.jit
-def request_of_rows(ends_ptr, row, batch, STEPS: tl.constexpr):
-    """Find the request that each packed row belongs to, by bisection; `batch` behind the last."""
+def request_of_rows(ends_ptr, row, batch, steps):
+    """Find the request that each packed row belongs to, by bisection; `batch` behind the last.
+
+    Not unrolled: Triton 3.6 fails to compile some numbers of unrolled steps.
+    """
     low = tl.zeros(row.shape, tl.int32)
     high = low + batch
-    for _ in tl.static_range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         open_interval = low < high
         behind = tl.load(ends_ptr + middle, mask=open_interval, other=0) <= row
@@ -48,7 +51,7 @@ def request_of_rows(ends_ptr, row, batch, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch", "num_pages", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "batch", "steps", "num_pages", "table_stride"])
 def fetch_dequant_kernel(
     codes_ptr,
     scale_ptr,
@@ -59,6 +62,7 @@ def fetch_dequant_kernel(
     out_ptr,
     num_rows,
     batch,
+    steps,
     num_pages,
     table_stride,
     codes_stride_page,
@@ -71,7 +75,6 @@ def fetch_dequant_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    STEPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Copy a block of packed rows; `ends` is the running sum of `lengths`.
@@ -80,7 +83,7 @@ def fetch_dequant_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = row < num_rows
-    request = request_of_rows(ends_ptr, row, batch, STEPS).to(tl.int64)
+    request = request_of_rows(ends_ptr, row, batch, steps).to(tl.int64)
     live = inside & (request < batch)
     end = tl.load(ends_ptr + request, mask=live, other=0)
     token = row - end + tl.load(lengths_ptr + request, mask=live, other=0)

@@ -195,6 +195,7 @@ def launch_fetch_dequant(
         out,
         len(out),
         len(ends),
+        len(ends).bit_length(),
         num_pages,
         block_table.stride(0),
         *(stride for plane in cache for stride in plane.stride()[:2]),
@@ -202,7 +203,6 @@ def launch_fetch_dequant(
         LATENT=latent,
         ROPE=cache.rope.shape[-1],
         BLOCK_TOKENS=rows_of_program,
-        STEPS=len(ends).bit_length(),
         INTERPRETED=is_interpreting(),
         num_warps=4,
     )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stage3_dataflow import DecodeWorkspace, SplitRule, suggest_split_rule, workspace_bytes
 from stage3_dataflow.split_plan import (
+    MIN_RAGGED_TOKENS,
     SPLIT_GRANULE,
     check_split_rule,
     largest_split_count,
@@ -107,3 +108,23 @@ def test_workspace_bytes_are_what_a_decode_takes(batch, s_q, heads, capacity, ru
         again, _ = workspace.partials(batch, splits - 1, s_q * heads, width)
         assert again.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
     assert workspace.nbytes == before
+
+
+@given(
+    lengths=st.lists(st.integers(1, 131072), min_size=1, max_size=64),
+    rows=st.integers(1, 256),
+    processors=st.integers(1, 200),
+)
+def test_a_ragged_batch_has_no_split_above_a_quarter_of_a_processors_share(
+    lengths, rows, processors
+):
+    mean, longest = sum(lengths) // len(lengths), max(lengths)
+    rule = suggest_split_rule(
+        len(lengths), rows, max(mean, 1), processors=processors, longest=longest
+    )
+    if longest <= 1.25 * mean:
+        return
+    tiles = -(-rows // 64)
+    share = len(lengths) * mean * tiles / processors
+    largest = max(end - start for length in lengths for start, end in splits_for(length, rule))
+    assert largest <= max(MIN_RAGGED_TOKENS, share / 4 + SPLIT_GRANULE) + SPLIT_GRANULE
