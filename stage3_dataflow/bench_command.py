@@ -132,7 +132,7 @@ def _add_throughput(parts: Any) -> None:
         nargs="+",
         default=["memory"],
         metavar="N",
-        help="most requests at once; 'memory': as many as fit (default: memory)",
+        help="most requests at once; 'memory': as many as fit and a graph serves (default: memory)",
     )
     parser.add_argument(
         "--new-tokens", type=int, default=64, metavar="N", help="generated in whole runs (64)"

@@ -27,11 +27,18 @@ import torch
 from stage0_reference.attention_backend import AttentionBackend, cache_bytes_per_token
 from stage0_reference.decode_benchmark import DecodeLoop
 from stage0_reference.decoder import Decoder
+from stage0_reference.mixture_of_experts import BATCHED_EXPERTS_MAX_ROWS
 from stage0_reference.page_allocator import pages_for
 from stage0_reference.sampling import SamplingParams
 from stage3_dataflow.bench_peers import one_line
 from stage3_dataflow.bench_timing import describe_machine
-from stage3_dataflow.decode_graph import CudaGraphCapture, DecodeRow, DecodeStep, graph_obstacle
+from stage3_dataflow.decode_graph import (
+    CudaGraphCapture,
+    DecodeRow,
+    DecodeStep,
+    graph_obstacle,
+    routes_on_the_host,
+)
 from stage3_dataflow.engine import Engine
 from stage3_dataflow.triton_backend import Bf16KernelBackend, FusedBackend
 
@@ -168,7 +175,10 @@ class ThroughputBenchmark:
         return self.memory // page_bytes(self.decoder, backend, self.page_size)
 
     def requests_at_once(self, backend: AttentionBackend, setting: Setting) -> int:
-        """Count the requests of a setting that the budget holds, at most `most`."""
+        """Count the requests of a setting that the budget holds, at most `most`.
+
+        Without a limit of its own, a model with experts gets no more rows than a CUDA graph serves.
+        """
         pages = self.num_pages(backend)
         fit = pages // pages_for(setting.context, self.page_size)
         if fit < 1:
@@ -177,7 +187,11 @@ class ThroughputBenchmark:
                 f"{pages_for(setting.context, self.page_size)} pages; {self.memory} bytes are "
                 f"{pages}. Raise --memory-gb or shorten --contexts"
             )
-        return fit if setting.most is None else min(fit, setting.most)
+        if setting.most is not None:
+            return min(fit, setting.most)
+        captured = self.decoder.device.type == "cuda"
+        by_host = captured and routes_on_the_host(self.decoder, fit)
+        return BATCHED_EXPERTS_MAX_ROWS if by_host else fit
 
     def steady(self, backend: AttentionBackend, setting: Setting) -> dict[str, Any]:
         """Time decode steps with every row live."""

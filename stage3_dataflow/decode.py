@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -355,6 +356,37 @@ def _attend(
             query, cache, block_table, cache_seqlens, softmax_scale, causal, out, lse, out_dtype,
             p_format,
         )  # fmt: skip
+    with on_device(device):
+        return _launch(
+            query, cache, block_table, cache_seqlens, softmax_scale, causal, out, lse, out_dtype,
+            p_format, split_rule, workspace, kernel,
+        )  # fmt: skip
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one, where Triton launches; nothing to do if it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _launch(
+    query: QuantizedRows,
+    cache: LatentPages | Bf16LatentPages,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor | None,
+    lse: Tensor | None,
+    out_dtype: torch.dtype,
+    p_format: PFormat | None,
+    split_rule: SplitRule,
+    workspace: DecodeWorkspace | None,
+    kernel: Kernel | None,
+) -> AttentionOutput:
+    """Choose a kernel, launch it, and merge what was split."""
+    device = query.codes.device
     batch, s_q, heads, latent = query.codes.shape
     from stage3_dataflow.kernels.launch import launch_combine, launch_split_kv_decode
 

@@ -2,8 +2,8 @@
 
 Requests of one split wrote their output themselves and are passed over. A program takes a row's
 `BLOCK_WIDTH` channels and its splits `BLOCK_SPLITS` at a time, in order, so the bits depend on the
-request's own number of splits only. All lse are read first: the partials then wait for nothing.
-Its meaning is `stage2_pv_pipeline.rescaled_pv.merge_partials`.
+request's own number of splits only. All lse are read first, `BLOCK_LSES` at a time: the partials
+then wait for nothing. Its meaning is `stage2_pv_pipeline.rescaled_pv.merge_partials`.
 """
 
 import triton
@@ -13,7 +13,9 @@ from stage3_dataflow.kernels.rounding import to_float
 from stage3_dataflow.kernels.split_kv_decode import BAD_PAGE, readable_length, split_bounds
 
 
-@triton.jit(do_not_specialize=["capacity", "min_tokens", "max_splits", "partial_splits"])
+@triton.jit(
+    do_not_specialize=["num_rows", "capacity", "min_tokens", "max_splits", "partial_splits"]
+)
 def combine_kernel(
     partial_out_ptr,
     partial_lse_ptr,
@@ -28,6 +30,7 @@ def combine_kernel(
     LATENT: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_LSES: tl.constexpr,
     SPLIT_GRANULE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -42,8 +45,8 @@ def combine_kernel(
     first = request * partial_splits * num_rows + row
     row_max = float("-inf")
     met_bad_page = False
-    for block in range(0, num_splits, BLOCK_SPLITS):
-        split = block + tl.arange(0, BLOCK_SPLITS)
+    for block in range(0, num_splits, BLOCK_LSES):
+        split = block + tl.arange(0, BLOCK_LSES)
         lse = tl.load(
             partial_lse_ptr + first + split * num_rows,
             mask=split < num_splits,  # what nobody wrote is not read
@@ -58,15 +61,17 @@ def combine_kernel(
     accumulator = tl.zeros([BLOCK_WIDTH], tl.float32)
     for block in range(0, num_splits, BLOCK_SPLITS):
         split = block + tl.arange(0, BLOCK_SPLITS)
+        written = split < num_splits
         place = first + split * num_rows
-        lse = tl.load(partial_lse_ptr + place, mask=split < num_splits, other=float("-inf"))
-        lse = tl.where(met_bad_page, float("-inf"), lse)  # the whole row is empty then
-        weight = tl.exp(lse - shift)  # [BLOCK_SPLITS]
         partial = tl.load(
             partial_out_ptr + place[:, None] * LATENT + column[None, :],
-            mask=(lse > float("-inf"))[:, None],  # an empty split's weight is 0
+            mask=written[:, None],
             other=0.0,
         )
+        lse = tl.load(partial_lse_ptr + place, mask=written, other=float("-inf"))
+        lse = tl.where(met_bad_page, float("-inf"), lse)  # the whole row is empty then
+        weight = tl.exp(lse - shift)  # [BLOCK_SPLITS]
+        partial = tl.where((lse == float("-inf"))[:, None], 0.0, partial)  # whatever stands there
         denominator += tl.sum(weight, axis=0)
         accumulator += tl.sum(weight[:, None] * partial, axis=0)
 

@@ -30,7 +30,7 @@ def rms_norm(x, weight, eps, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     return to_float(normed, DTYPE, INTERPRETED).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def fused_k_append_kernel(
     c_kv_ptr,
     k_rope_ptr,

@@ -21,7 +21,7 @@ from stage3_dataflow.kernels.rounding import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "s_q"])
 def fused_q_quant_kernel(
     q_latent_ptr,
     q_rope_ptr,

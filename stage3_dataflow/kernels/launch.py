@@ -20,15 +20,31 @@ from stage3_dataflow.kernels.combine import combine_kernel
 from stage3_dataflow.kernels.fetch_dequant import fetch_dequant_kernel, readable_lengths_kernel
 from stage3_dataflow.kernels.fused_k_append import fused_k_append_kernel
 from stage3_dataflow.kernels.fused_q_quant import fused_q_quant_kernel
+from stage3_dataflow.kernels.launch_cache import launch, places
 from stage3_dataflow.kernels.split_kv_decode import split_kv_decode_kernel
 from stage3_dataflow.split_plan import SPLIT_GRANULE, SplitRule
+
+FUSED_Q_QUANT_UNSPECIALIZED = places(fused_q_quant_kernel, "num_rows", "s_q")
+FUSED_K_APPEND_UNSPECIALIZED = places(fused_k_append_kernel, "num_tokens", "num_slots")
+READABLE_LENGTHS_UNSPECIALIZED = places(
+    readable_lengths_kernel, "num_pages", "table_stride", "table_width"
+)
+FETCH_DEQUANT_UNSPECIALIZED = places(
+    fetch_dequant_kernel, "num_rows", "batch", "steps", "num_pages", "table_stride"
+)
+SPLIT_KV_DECODE_UNSPECIALIZED = places(
+    split_kv_decode_kernel, "num_pages", "capacity", "min_tokens", "max_splits", "table_stride"
+)
+COMBINE_UNSPECIALIZED = places(
+    combine_kernel, "num_rows", "capacity", "min_tokens", "max_splits", "partial_splits"
+)
 
 WRITE_ROWS = 4
 """Rows of a write program, one a warp: a row of 512 is 16 elements a thread."""
 
-COMBINE_SPLITS, COMBINE_WIDTH = 8, 256
-"""Partials joined at a time, and channels of a program: 16 registers a thread of 4 warps. Fixed,
-since another number would add a row's partials in another order."""
+COMBINE_SPLITS, COMBINE_WIDTH, COMBINE_LSES, COMBINE_WARPS = 16, 512, 64, 8
+"""Partials joined at a time, channels of a program, lse read at a time, and warps: a tile is 32
+registers a thread. Fixed, since other numbers would add a row's partials in another order."""
 
 
 class DecodeBlocks(NamedTuple):
@@ -94,25 +110,32 @@ def launch_fused_q_quant(
     batch, s_q, heads, latent = q_latent.shape
     cos, sin = _angles(rotation, q_rope)
     num_rows = batch * s_q * heads
-    fused_q_quant_kernel[(-(-num_rows // WRITE_ROWS),)](
-        q_latent,
-        q_rope,
-        cos,
-        sin,
-        *result,
-        num_rows,
-        heads,
-        s_q,
-        *q_latent.stride()[:3],
-        *q_rope.stride()[:3],
-        q_rope.shape[-1] // 2,
-        LATENT=latent,
-        ROPE=q_rope.shape[-1],
-        BLOCK_ROWS=WRITE_ROWS,
-        POW2=pow2,
-        ROTATE=rotation is not None,
-        INTERLEAVED=interleaved,
-        INTERPRETED=is_interpreting(),
+    launch(
+        fused_q_quant_kernel,
+        (-(-num_rows // WRITE_ROWS),),
+        (
+            q_latent,
+            q_rope,
+            cos,
+            sin,
+            *result,
+            num_rows,
+            heads,
+            s_q,
+            *q_latent.stride()[:3],
+            *q_rope.stride()[:3],
+            q_rope.shape[-1] // 2,
+        ),
+        {
+            "LATENT": latent,
+            "ROPE": q_rope.shape[-1],
+            "BLOCK_ROWS": WRITE_ROWS,
+            "POW2": pow2,
+            "ROTATE": rotation is not None,
+            "INTERLEAVED": interleaved,
+            "INTERPRETED": is_interpreting(),
+        },
+        unspecialized=FUSED_Q_QUANT_UNSPECIALIZED,
         **_exact_arithmetic(),
     )
 
@@ -135,31 +158,38 @@ def launch_fused_k_append(
     planes = cache if fp8_cache else (cache[0], cache[0], cache[1])  # no scale is written in BF16
     num_pages, page_size = cache[0].shape[:2]
     cos, sin = _angles(rotation, k_rope)
-    fused_k_append_kernel[(-(-tokens // WRITE_ROWS),)](
-        c_kv,
-        k_rope,
-        slot_mapping,
-        c_kv if norm_weight is None else norm_weight,
-        cos,
-        sin,
-        *planes,
-        tokens,
-        num_pages * page_size,
-        norm_eps,
-        c_kv.stride(0),
-        k_rope.stride(0),
-        k_rope.shape[-1] // 2,
-        *(stride for plane in planes for stride in plane.stride()[:2]),
-        PAGE_SIZE=page_size,
-        LATENT=latent,
-        ROPE=k_rope.shape[-1],
-        BLOCK_TOKENS=WRITE_ROWS,
-        FP8_CACHE=fp8_cache,
-        POW2=pow2,
-        NORM=norm_weight is not None,
-        ROTATE=rotation is not None,
-        INTERLEAVED=interleaved,
-        INTERPRETED=is_interpreting(),
+    launch(
+        fused_k_append_kernel,
+        (-(-tokens // WRITE_ROWS),),
+        (
+            c_kv,
+            k_rope,
+            slot_mapping,
+            c_kv if norm_weight is None else norm_weight,
+            cos,
+            sin,
+            *planes,
+            tokens,
+            num_pages * page_size,
+            norm_eps,
+            c_kv.stride(0),
+            k_rope.stride(0),
+            k_rope.shape[-1] // 2,
+            *(stride for plane in planes for stride in plane.stride()[:2]),
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "LATENT": latent,
+            "ROPE": k_rope.shape[-1],
+            "BLOCK_TOKENS": WRITE_ROWS,
+            "FP8_CACHE": fp8_cache,
+            "POW2": pow2,
+            "NORM": norm_weight is not None,
+            "ROTATE": rotation is not None,
+            "INTERLEAVED": interleaved,
+            "INTERPRETED": is_interpreting(),
+        },
+        unspecialized=FUSED_K_APPEND_UNSPECIALIZED,
         **_exact_arithmetic(),
     )
 
@@ -168,15 +198,22 @@ def launch_readable_lengths(
     block_table: Tensor, cache_seqlens: Tensor, lengths: Tensor, num_pages: int, page_size: int
 ) -> None:
     """Write the lengths of requests that can be read; 0 for the others."""
-    readable_lengths_kernel[(len(lengths),)](
-        block_table,
-        cache_seqlens,
-        lengths,
-        num_pages,
-        block_table.stride(0),
-        block_table.shape[1],
-        PAGE_SIZE=page_size,
-        BLOCK_PAGES=256,
+    launch(
+        readable_lengths_kernel,
+        (len(lengths),),
+        (
+            block_table,
+            cache_seqlens,
+            lengths,
+            num_pages,
+            block_table.stride(0),
+            block_table.shape[1],
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "BLOCK_PAGES": 256,
+        },
+        unspecialized=READABLE_LENGTHS_UNSPECIALIZED,
         num_warps=4,
     )
 
@@ -187,23 +224,30 @@ def launch_fetch_dequant(
     """Copy rows into `out`; `ends` [batch] is the running sum of `lengths` [batch]."""
     num_pages, page_size, latent = cache.codes.shape
     rows_of_program = 2 * WRITE_ROWS
-    fetch_dequant_kernel[(-(-len(out) // rows_of_program),)](
-        *cache,
-        block_table,
-        lengths,
-        ends,
-        out,
-        len(out),
-        len(ends),
-        len(ends).bit_length(),
-        num_pages,
-        block_table.stride(0),
-        *(stride for plane in cache for stride in plane.stride()[:2]),
-        PAGE_SIZE=page_size,
-        LATENT=latent,
-        ROPE=cache.rope.shape[-1],
-        BLOCK_TOKENS=rows_of_program,
-        INTERPRETED=is_interpreting(),
+    launch(
+        fetch_dequant_kernel,
+        (-(-len(out) // rows_of_program),),
+        (
+            *cache,
+            block_table,
+            lengths,
+            ends,
+            out,
+            len(out),
+            len(ends),
+            len(ends).bit_length(),
+            num_pages,
+            block_table.stride(0),
+            *(stride for plane in cache for stride in plane.stride()[:2]),
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "LATENT": latent,
+            "ROPE": cache.rope.shape[-1],
+            "BLOCK_TOKENS": rows_of_program,
+            "INTERPRETED": is_interpreting(),
+        },
+        unspecialized=FETCH_DEQUANT_UNSPECIALIZED,
         num_warps=4,
     )
 
@@ -239,42 +283,49 @@ def launch_split_kv_decode(
         width = latent + rope_plane.shape[-1]
         blocks = decode_blocks(num_rows, memory, fp8_cache=fp8_cache, width=width)
     grid = (-(-num_rows // blocks.rows), partial_lse.shape[1], batch)
-    split_kv_decode_kernel[grid](
-        query.codes,
-        query.scale,
-        query.rope,
-        plane,
-        scale_plane,
-        rope_plane,
-        block_table,
-        cache_seqlens,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        softmax_scale,
-        num_rows,
-        heads,
-        num_pages,
-        block_table.shape[1] * page_size,
-        *split_rule,
-        *query.codes.stride()[:3],
-        *query.rope.stride()[:3],
-        *plane.stride()[:2],
-        *scale_plane.stride()[:2],
-        *rope_plane.stride()[:2],
-        block_table.stride(0),
-        PAGE_SIZE=page_size,
-        LATENT=latent,
-        ROPE=rope_plane.shape[-1],
-        BLOCK_ROWS=blocks.rows,
-        BLOCK_TOKENS=blocks.tokens,
-        SPLIT_GRANULE=SPLIT_GRANULE,
-        STAGES=blocks.stages,
-        CAUSAL=causal,
-        FP8_CACHE=fp8_cache,
-        FP8_P=fp8_p and fp8_cache,
-        INTERPRETED=is_interpreting(),
+    launch(
+        split_kv_decode_kernel,
+        grid,
+        (
+            query.codes,
+            query.scale,
+            query.rope,
+            plane,
+            scale_plane,
+            rope_plane,
+            block_table,
+            cache_seqlens,
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            softmax_scale,
+            num_rows,
+            heads,
+            num_pages,
+            block_table.shape[1] * page_size,
+            *split_rule,
+            *query.codes.stride()[:3],
+            *query.rope.stride()[:3],
+            *plane.stride()[:2],
+            *scale_plane.stride()[:2],
+            *rope_plane.stride()[:2],
+            block_table.stride(0),
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "LATENT": latent,
+            "ROPE": rope_plane.shape[-1],
+            "BLOCK_ROWS": blocks.rows,
+            "BLOCK_TOKENS": blocks.tokens,
+            "SPLIT_GRANULE": SPLIT_GRANULE,
+            "STAGES": blocks.stages,
+            "CAUSAL": causal,
+            "FP8_CACHE": fp8_cache,
+            "FP8_P": fp8_p and fp8_cache,
+            "INTERPRETED": is_interpreting(),
+        },
+        unspecialized=SPLIT_KV_DECODE_UNSPECIALIZED,
         num_warps=blocks.warps,
         enable_fp_fusion=True,
     )
@@ -293,22 +344,30 @@ def launch_combine(
     """Merge the partials of requests that were split."""
     batch, s_q, heads, latent = out.shape
     num_rows, block_width = s_q * heads, min(latent, COMBINE_WIDTH)
-    combine_kernel[(num_rows, batch, latent // block_width)](
-        partial_out,
-        partial_lse,
-        cache_seqlens,
-        out,
-        lse,
-        num_rows,
-        capacity,
-        *split_rule,
-        partial_lse.shape[1],
-        LATENT=latent,
-        BLOCK_WIDTH=block_width,
-        BLOCK_SPLITS=COMBINE_SPLITS,
-        SPLIT_GRANULE=SPLIT_GRANULE,
-        INTERPRETED=is_interpreting(),
-        num_warps=4,
+    launch(
+        combine_kernel,
+        (num_rows, batch, latent // block_width),
+        (
+            partial_out,
+            partial_lse,
+            cache_seqlens,
+            out,
+            lse,
+            num_rows,
+            capacity,
+            *split_rule,
+            partial_lse.shape[1],
+        ),
+        {
+            "LATENT": latent,
+            "BLOCK_WIDTH": block_width,
+            "BLOCK_SPLITS": COMBINE_SPLITS,
+            "BLOCK_LSES": COMBINE_LSES,
+            "SPLIT_GRANULE": SPLIT_GRANULE,
+            "INTERPRETED": is_interpreting(),
+        },
+        unspecialized=COMBINE_UNSPECIALIZED,
+        num_warps=COMBINE_WARPS,
     )
 
 
