@@ -50,7 +50,7 @@ def launch(
                 kernel, grid, arguments, constants, unspecialized=unspecialized, **options
             )  # Triton launches on the current device
         return
-    key: list[Any] = [kernel, device, *constants.values(), *options.values()]
+    key: list[Any] = [id(kernel), device, *constants.values(), *options.values()]
     for place, argument in enumerate(arguments):
         if isinstance(argument, Tensor):
             key += (argument.dtype, argument.data_ptr() & 15 == 0)
@@ -63,7 +63,7 @@ def launch(
             raise TypeError(f"constants must be {kernel.arg_names[len(arguments) :]}, in order")
         _compiled[found] = kernel[grid](*arguments, **constants, **options)
     else:
-        compiled[grid](*arguments, *constants.values())
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
 
 
 def places(kernel: Any, *names: str) -> frozenset[int]:
