@@ -7,7 +7,7 @@ pytest := $(python) -m pytest -n auto --maxprocesses 4 --dist worksteal -ra --du
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-deep lint clean
+.PHONY: help demo test test-deep lint docs notebooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,16 @@ lint:  ## check style, format and types
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy stage[0-9]_* tests
+
+# Runs every chapter; then looks at every link, and in Chromium, if there is one, at every page.
+docs:  ## build the course as a static site in build/site, and check it
+	$(setup) test docs
+	$(python) -m sphinx -W --keep-going -q -b html docs build/site
+	SNAPMLA_SITE=build/site $(python) -m pytest -q -ra tests/docs/test_site.py
+
+notebooks:  ## write the chapters' notebooks anew from their scripts
+	$(setup) test docs
+	$(python) -m jupytext --quiet --to ipynb --update docs/[0-9][0-9]_*.py
 
 clean:  ## remove .venv and everything that tools and tests left behind
 	rm -rf .venv .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

@@ -1,0 +1,1 @@
+"""The course: chapters, pictures, exercises, and the pages around them."""

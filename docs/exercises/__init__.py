@@ -1,0 +1,1 @@
+"""Exercises: a template a stage, properties that judge an answer, and solutions kept apart."""

@@ -1,0 +1,1 @@
+"""Answers to the exercises. Look here last."""
