@@ -18,10 +18,12 @@ demo:  ## continue a Python file with the shipped model: speed, cache bytes, hel
 
 test:  ## run every test, with the same draws each time
 	$(setup) test
+	@sh dev/setup-triton.sh
 	SNAPMLA_HYPOTHESIS_PROFILE=ci $(pytest)
 
 test-deep:  ## run every test with many more random draws (long)
 	$(setup) test
+	@sh dev/setup-triton.sh
 	SNAPMLA_HYPOTHESIS_PROFILE=deep $(pytest)
 
 lint:  ## check style, format and types
