@@ -433,6 +433,7 @@ def test_a_decoder_generates_what_it_generates_on_one_rank(size, form):
     assert on_threads(size, program) == [alone] * size
 
 
+@pytest.mark.processes
 def test_torchrun_runs_the_demo(tmp_path):
     """The command of the module's docstring, both ways, against one decoder in this process."""
     tokenizer = load_tokenizer(shipped_checkpoint())

@@ -445,6 +445,7 @@ def test_bytes_are_compared_bit_by_bit():
 # Processes
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_generate_what_one_generates(size, tmp_path):
     """Both ways, in float64, greedily; the latent caches are equal byte for byte (FR-33)."""
@@ -472,12 +473,14 @@ def test_processes_generate_what_one_generates(size, tmp_path):
     assert sum(result["tokens_cached_here"] for result in results) == written
 
 
+@pytest.mark.processes
 def test_a_rank_that_fails_names_itself_and_the_others_end(tmp_path):
     finished = on_processes(2, "one_fails", tmp_path)
     assert all(finished.codes)
     assert "rank 1 of 2 failed: ValueError: this one is broken\n" in finished.outputs[1]
 
 
+@pytest.mark.processes
 def test_a_rank_that_hangs_ends_the_others_by_the_time_limit(tmp_path):
     finished = on_processes(2, "one_stops", tmp_path)
     assert finished.codes[0] > 0
