@@ -37,7 +37,8 @@ class Settings:
 
     def load(self):
 '''
-DEMO_CONTEXTS = (512, 4096)
+DEMO_CONTEXTS = (512, 2048)
+"""At 4096, stages 2 and 3 take minutes on two CPU cores: they walk 64-token blocks in Python."""
 
 
 def _version() -> str:

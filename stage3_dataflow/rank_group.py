@@ -24,6 +24,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+
+# Its functions hold, as defaults, the group that there is when they are first imported, and parts
+# of torch import it on demand. A group that is held so outlives `destroy_process_group`, and its
+# threads may meet the interpreter's end: some processes abort then. So: before there is a group.
+import torch.distributed.nn.functional  # noqa: F401
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 

@@ -162,5 +162,5 @@ def test_demo_shows_a_column_per_stage(capsys):
     assert status == 0
     assert "stage 0" in out
     assert "1152" in out
-    assert "held-out nats/byte, context 4096" in out
+    assert "held-out nats/byte, context 2048" in out
     assert max(map(len, out.splitlines())) <= 80

@@ -104,4 +104,7 @@ if __name__ == "__main__":
         timeout_seconds=2.0 if name == "one_stops" else 60.0,
     ) as this:
         outcome = globals()[name](this)
-        (directory / f"{name}-{rank}-of-{size}.json").write_text(json.dumps(outcome))
+    outcome["threads_left"] = [
+        thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")
+    ]
+    (directory / f"{name}-{rank}-of-{size}.json").write_text(json.dumps(outcome))

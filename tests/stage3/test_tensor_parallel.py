@@ -94,7 +94,7 @@ SMALL_MULTIPLE = 8.0
 one size, not equal: the usual rule for whole models compares them up to a small multiple."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     size=st.sampled_from(SIZES),
@@ -468,6 +468,8 @@ def test_processes_generate_what_one_generates(size, tmp_path):
         assert result["tensor_caches_equal"] is True
         assert result["fp8_caches_equal"] is True
         assert result["parameters"] == outside + (whole - outside) // size
+        # a group that is not really gone can abort a process at its end
+        assert not [thread for thread in result["threads_left"] if "gloo" in thread]
         assert result["pages"] == len(cache[0].c_kv) // size
     written = int((cache[0].c_kv != 0.0).any(-1).sum())
     assert sum(result["tokens_cached_here"] for result in results) == written
