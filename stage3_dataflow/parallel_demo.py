@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module docstring."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # for one rank without torchrun
     os.environ.setdefault("MASTER_PORT", "0")
     with connected(options.device, timeout_seconds=options.timeout) as ranks:

@@ -443,7 +443,7 @@ def test_torchrun_runs_the_demo(tmp_path):
     (alone,) = generator.generate([tokenizer.encode(prompt)], SamplingParams(max_new_tokens=5))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "stage3_dataflow.parallel_demo", "context", prompt, "--device", "cpu", "--json"),
+        *("-m", "stage3_dataflow.parallel_demo", "context", "--device", "cpu", prompt, "--json"),
         *("--page-size", "16", "--max-new-tokens", "5", "--dtype", "float64", "--timeout", "60"),
     ]
     finished = subprocess.run(
