@@ -105,14 +105,9 @@ def widen(rows: QuantizedRows) -> QuantizedRows:
     return QuantizedRows(decode_e4m3(rows.codes), rows.scale, rows.rope.float())
 
 
-def quantize_query_rows(
-    q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
-    q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
-    scale_format: ScaleFormat = DEFAULT_SCALE_FORMAT,
-) -> QuantizedRows:
-    """Quantise a query and lay its tokens and heads out as rows, widened: [batch, s_q heads, .]."""
-    query = widen(quantize_q(q_latent, q_rope, scale_format))
-    return QuantizedRows(*(part.flatten(1, 2) for part in query))
+def query_rows(query: QuantizedRows) -> QuantizedRows:
+    """Lay a quantised query's tokens and heads out as rows, widened: [batch, s_q heads, .]."""
+    return QuantizedRows(*(part.flatten(1, 2) for part in widen(query)))
 
 
 def quantized_scores(
@@ -159,7 +154,7 @@ def fp8_latent_attention(
     AttentionOutput
         As `stage0_reference.latent_cache.paged_latent_attention`.
     """
-    query = quantize_query_rows(q_latent, q_rope, scale_format)
+    query = query_rows(quantize_q(q_latent, q_rope, scale_format))
 
     def read_block(positions: Int[Tensor, " tokens"]) -> ScoredBlock:
         block = widen(QuantizedRows(*gather_planes(cache, block_table, positions)))

@@ -15,6 +15,7 @@ from stage1_quant.fp8_latent_cache import (
     LatentPages,
     checked_lengths,
     quantized_scores,
+    query_rows,
     widen,
 )
 from stage1_quant.quantize import DEFAULT_SCALE_FORMAT, QuantizedRows, ScaleFormat, quantize_q
@@ -107,8 +108,7 @@ def decode_quantized(
 ) -> AttentionOutput:
     """`mla_decode` of a query that is in the scaled domain already; `out` is float32."""
     lengths = checked_lengths(cache, block_table, cache_seqlens)
-    wide = widen(query)
-    rows = QuantizedRows(*(part.flatten(1, 2) for part in wide))  # [batch, s_q heads, ...]
+    rows = query_rows(query)
 
     def read_block(positions: Int[Tensor, " tokens"]) -> QuantizedBlock:
         block = widen(QuantizedRows(*gather_planes(cache, block_table, positions)))
@@ -117,5 +117,10 @@ def decode_quantized(
         )
 
     return rescaled_pv_attention(
-        read_block, wide.codes, lengths, causal=causal, p_format=p_format, block_tokens=block_tokens
+        read_block,
+        rows.codes.view(query.codes.shape),
+        lengths,
+        causal=causal,
+        p_format=p_format,
+        block_tokens=block_tokens,
     )

@@ -156,16 +156,11 @@ def mla_decode(
     )
     inputs = {"q_latent": q_latent, "q_rope": q_rope}
     check_outputs(out, lse, q_latent.shape, q_latent.dtype, q_latent.device, inputs)
+    check_decode(q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel)
     if len(cache) == 2:
-        check_decode(
-            q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
-        )
         plane = cache[0]
         query = QuantizedRows(q_latent.to(plane.dtype), q_latent, q_rope.to(plane.dtype))
     else:
-        check_decode(
-            q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
-        )
         query = quantize_q(q_latent, q_rope, scale_format=scale_format)
     return _attend(
         query,
@@ -356,37 +351,6 @@ def _attend(
             query, cache, block_table, cache_seqlens, softmax_scale, causal, out, lse, out_dtype,
             p_format,
         )  # fmt: skip
-    with on_device(device):
-        return _launch(
-            query, cache, block_table, cache_seqlens, softmax_scale, causal, out, lse, out_dtype,
-            p_format, split_rule, workspace, kernel,
-        )  # fmt: skip
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, where Triton launches; nothing to do if it is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
-def _launch(
-    query: QuantizedRows,
-    cache: LatentPages | Bf16LatentPages,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    out: Tensor | None,
-    lse: Tensor | None,
-    out_dtype: torch.dtype,
-    p_format: PFormat | None,
-    split_rule: SplitRule,
-    workspace: DecodeWorkspace | None,
-    kernel: Kernel | None,
-) -> AttentionOutput:
-    """Choose a kernel, launch it, and merge what was split."""
-    device = query.codes.device
     batch, s_q, heads, latent = query.codes.shape
     from stage3_dataflow.kernels.launch import launch_combine, launch_split_kv_decode
 
@@ -405,44 +369,52 @@ def _launch(
     choice = which_kernel(
         query, cache, block_table, out, lse, causal=causal, p_format=p_format, kernel=kernel
     )
-    if choice.name == "hopper":
-        from stage3_dataflow.kernels.hopper_decode import launch_hopper_decode
+    with on_device(device):
+        if choice.name == "hopper":
+            from stage3_dataflow.kernels.hopper_decode import launch_hopper_decode
 
-        launch_hopper_decode(
-            query,
-            LatentPages(*cache),
-            block_table,
-            cache_seqlens,
-            softmax_scale,
-            causal=causal,
-            split_rule=split_rule,
-            out=out,
-            lse=lse,
-            partial_out=partial_out if splits > 1 else None,
-            partial_lse=partial_lse if splits > 1 else None,
-            num_splits_grid=splits,
-        )
-    else:
-        check_widths(latent, query.rope.shape[-1])
-        launch_split_kv_decode(
-            query,
-            cache,
-            block_table,
-            cache_seqlens,
-            softmax_scale,
-            out,
-            lse,
-            partial_out,
-            partial_lse,
-            causal=causal,
-            fp8_p=(p_format or PORTABLE_P_FORMAT) == "e4m3",
-            split_rule=split_rule,
-        )
-    if splits > 1:
-        launch_combine(
-            partial_out, partial_lse, cache_seqlens, capacity, out, lse, split_rule=split_rule
-        )
+            launch_hopper_decode(
+                query,
+                LatentPages(*cache),
+                block_table,
+                cache_seqlens,
+                softmax_scale,
+                causal=causal,
+                split_rule=split_rule,
+                out=out,
+                lse=lse,
+                partial_out=partial_out if splits > 1 else None,
+                partial_lse=partial_lse if splits > 1 else None,
+                num_splits_grid=splits,
+            )
+        else:
+            check_widths(latent, query.rope.shape[-1])
+            launch_split_kv_decode(
+                query,
+                cache,
+                block_table,
+                cache_seqlens,
+                softmax_scale,
+                out,
+                lse,
+                partial_out,
+                partial_lse,
+                causal=causal,
+                fp8_p=(p_format or PORTABLE_P_FORMAT) == "e4m3",
+                split_rule=split_rule,
+            )
+        if splits > 1:
+            launch_combine(
+                partial_out, partial_lse, cache_seqlens, capacity, out, lse, split_rule=split_rule
+            )
     return AttentionOutput(out, lse)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one, where Triton launches; nothing to do if it is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 class KernelChoice(NamedTuple):
