@@ -15,7 +15,8 @@ look at what is wrong with a download is cheaper than twenty.
 One quantised format is read, the block-scaled FP8 of DeepSeek-V3: a weight `X.weight` in e4m3 with
 a companion `X.weight_scale_inv`, one float for every 128 x 128 block. It is multiplied out on the
 way in, so that whoever slices W_UK and W_UV from `kv_b_proj` never sees codes. Every other
-quantised format is refused by its name. Left out: pickled files, GGUF, tensor-parallel slices.
+quantised format is refused by its name. Left out: pickled files and GGUF. To read only a rank's
+slices of a file's tensors is a matter of the destinations (`stage3_dataflow.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from stage0_reference.hub_files import CONFIG_FILE, how_to_mend, read_json_object
+
 __all__ = [
     "CheckpointError",
     "LoadReport",
@@ -48,7 +51,6 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
 SCALE_SUFFIX = "_scale_inv"
 DEFAULT_BLOCK = (128, 128)
 
@@ -75,11 +77,18 @@ class MisShaped(NamedTuple):
         Shape of the destination.
     got
         Shape in the checkpoint.
+    file
+        Where in the directory it is.
     """
 
     name: str
     expected: tuple[int, ...]
     got: tuple[int, ...]
+    file: str
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"{self.name}: expected {list(self.expected)}, got {list(self.got)} in {self.file}"
 
 
 class CheckpointError(ValueError):
@@ -89,6 +98,8 @@ class CheckpointError(ValueError):
 
     Attributes
     ----------
+    summary
+        One line: of each kind how many there are, the first and the remedy.
     files
         Files that are missing, truncated or corrupt, or a directory without weights: a line each.
     index
@@ -109,6 +120,7 @@ class CheckpointError(ValueError):
         self,
         message: str,
         *,
+        summary: str = "",
         files: Sequence[str] = (),
         index: Sequence[str] = (),
         quantization: Sequence[str] = (),
@@ -118,6 +130,7 @@ class CheckpointError(ValueError):
         destinations: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
+        self.summary = summary
         self.files = tuple(files)
         self.index = tuple(index)
         self.quantization = tuple(quantization)
@@ -239,7 +252,7 @@ def load_safetensors(
         (``"model.layers.61.*"``). Shards that hold only such names need not exist. A scale is
         ignored with its weight. A name that has a destination is loaded, ignored or not.
     progress
-        Show a bar, in bytes, on stderr.
+        Show a bar, in bytes, on stderr if that is a terminal.
 
     Returns
     -------
@@ -275,8 +288,8 @@ def load_safetensors(
 
     dequantized: list[str] = []
     total = sum(contents.num_bytes(name) for name in destinations)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="checkpoint", disable=not progress)
-    with bar:
+    hidden = None if progress else True  # None: unless stderr is a terminal
+    with tqdm(total=total, unit="B", unit_scale=True, desc="checkpoint", disable=hidden) as bar:
         for shard, names in by_shard.items():
             with safe_open(directory / shard, framework="pt") as file:
                 # In the order of the bytes on the disk, which the system then reads ahead of us.
@@ -483,29 +496,37 @@ class _Findings:
 
     def raise_if_any(self, directory: Path) -> None:
         """Raise one error for all, each kind under its remedy."""
-        wrong_shapes = [
-            f"{name}: expected {list(expected)}, got {list(got)}"
-            for name, expected, got in self.mis_shaped
+        other_model = "; is config.json of the same model?"
+        kinds: list[tuple[str, str, Sequence[object]]] = [
+            ("files that cannot be used", "", self.files),
+            ("index and shards disagree", "; take both from one export", self.index),
+            (
+                "quantisation",
+                f"; {_SUPPORTED} can be read, convert others to BF16",
+                self.quantization,
+            ),
+            ("missing from the checkpoint", other_model, self.missing),
+            (
+                "unexpected",
+                f"{other_model} Pass them in ignore if it means to leave them",
+                self.unexpected,
+            ),
+            ("mis-shaped", other_model, self.mis_shaped),
+            ("destinations that cannot be written", "; allocate them anew", self.destinations),
         ]
-        kinds: list[tuple[str, Sequence[str]]] = [
-            ("files that cannot be used; download or export the checkpoint again", self.files),
-            ("index and shards disagree; take both from one export", self.index),
-            (f"quantisation; {_SUPPORTED} can be read, convert others to BF16", self.quantization),
-            ("missing from the checkpoint; is config.json of the same model?", self.missing),
-            ("unexpected; pass them in ignore if the model means to leave them", self.unexpected),
-            ("mis-shaped; is config.json of the same model?", wrong_shapes),
-            ("destinations that cannot be written; allocate them anew", self.destinations),
-        ]
-        if not any(lines for _, lines in kinds):
+        kinds = [kind for kind in kinds if kind[2]]
+        if not kinds:
             return
-        text = f"checkpoint {str(directory)!r} cannot be loaded; nothing was written."
-        for title, lines in kinds:
-            if lines:
-                text += f"\n{len(lines)} {title}:"
-                text += "".join(f"\n    {line}" for line in lines[:_MAX_LISTED])
+        refusal = f"checkpoint {str(directory)!r} cannot be loaded"
+        text, parts = f"{refusal}; nothing was written.", []
+        for title, remedy, lines in kinds:
+            text += f"\n{len(lines)} {title}{remedy}:"
+            text += "".join(f"\n    {line}" for line in lines[:_MAX_LISTED])
             if len(lines) > _MAX_LISTED:
                 text += f"\n    and {len(lines) - _MAX_LISTED} more"
-        raise CheckpointError(text, **vars(self))
+            parts.append(f"{title} ({len(lines)}): {lines[0]}{remedy}")
+        summary = f"{refusal}: {'. '.join(parts)}"
+        raise CheckpointError(text, summary=summary, **vars(self))
 
 
 def _as_predicate(ignore: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
@@ -530,14 +551,10 @@ def _as_predicate(ignore: Callable[[str], bool] | Sequence[str]) -> Callable[[st
 def _read_json(path: Path, found: _Findings) -> dict[str, Any] | None:
     """Read an object, or say in ``found`` why there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError) as error:
-        found.files.append(f"{path.name}: not readable as JSON ({_one_line(error)})")
+        found.files.append(_one_line(error))
         return None
-    if not isinstance(value, dict):
-        found.files.append(f"{path.name}: expected a JSON object, got {type(value).__name__}")
-        return None
-    return value
 
 
 def _read_block_size(directory: Path, found: _Findings) -> tuple[int, int]:
@@ -607,7 +624,7 @@ def _read_contents(
         placed = {SINGLE_FILE: []}
 
     for shard, names in placed.items():
-        header = _read_header(directory, shard, len(names), found)
+        header = _read_header(directory, shard, found)
         if header is None:
             contents.unseen.update(names)
             contents.unknown = contents.unknown or not index
@@ -651,7 +668,10 @@ def _choose_index(directory: Path, found: _Findings) -> dict[str, str] | None:
             if path.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
         )
         there = f"; there is {_shorten(others)}" if others else ""
-        found.files.append(f"no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{there}")
+        found.files.append(
+            f"no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{there}; download the one that "
+            "there should be, or write it by transformers' save_pretrained"
+        )
         return None
 
     content = _read_json(directory / INDEX_FILE, found)
@@ -663,7 +683,9 @@ def _choose_index(directory: Path, found: _Findings) -> dict[str, str] | None:
         or not index
         or not all(isinstance(shard, str) for shard in index.values())
     ):
-        found.files.append(f"{INDEX_FILE}: weight_map must map at least one name to its file")
+        found.files.append(
+            f"{INDEX_FILE}: weight_map must map at least one name to its file; get the file again"
+        )
         return None
     if has_single and SINGLE_FILE not in index.values():
         found.files.append(
@@ -673,13 +695,11 @@ def _choose_index(directory: Path, found: _Findings) -> dict[str, str] | None:
     return index
 
 
-def _read_header(
-    directory: Path, shard: str, num_placed: int, found: _Findings
-) -> dict[str, _Entry] | None:
+def _read_header(directory: Path, shard: str, found: _Findings) -> dict[str, _Entry] | None:
     """Read names, dtypes and shapes; safetensors checks that the file is as long as they say."""
     path = directory / shard
     if not path.is_file():
-        found.files.append(f"{shard}: does not exist; the index places {num_placed} tensors in it")
+        found.files.append(f"{shard}: does not exist, and the index names it; download it")
         return None
     try:
         with safe_open(path, framework="pt") as file:
@@ -689,10 +709,9 @@ def _read_header(
                 header[name] = _Entry(shard, entry.get_dtype(), tuple(entry.get_shape()))
             return header
     except (SafetensorError, OSError) as error:
-        with path.open("rb") as stream:
-            is_pointer = stream.read(12) == b"version http"
-        hint = "; it is a Git LFS pointer, run `git lfs pull`" if is_pointer else ""
-        found.files.append(f"{shard}: truncated or corrupt ({_one_line(error)}){hint}")
+        found.files.append(
+            f"{shard}: truncated or corrupt ({_one_line(error)}); {how_to_mend(path)}"
+        )
         return None
 
 
@@ -714,7 +733,9 @@ def _check_against(
             continue
         entry = contents.tensors[name]
         if entry.shape != tuple(destination.shape):
-            found.mis_shaped.append(MisShaped(name, tuple(destination.shape), entry.shape))
+            found.mis_shaped.append(
+                MisShaped(name, tuple(destination.shape), entry.shape, entry.shard)
+            )
         found.quantization += _check_format(name, contents, block)
 
     for name in contents.tensors:

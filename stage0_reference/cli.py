@@ -563,8 +563,9 @@ def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point: 0, or 2 with one line on stderr for anything the caller can put right."""
-    parsed = build_parser().parse_args(arguments)
+    parsed = None
     try:
+        parsed = build_parser().parse_args(arguments)
         status: int = parsed.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -574,9 +575,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, RuntimeError) as error:
-        if not _is_refusal(error):
+        if parsed is None or not _is_refusal(error):
             raise
-        print(f"snapmla {parsed.command}: error: {error}", file=sys.stderr)
+        # A checkpoint's faults are many lines; the summary has the first of each kind.
+        text = " ".join(getattr(error, "summary", str(error)).split())
+        print(f"snapmla {parsed.command}: error: {text}", file=sys.stderr)
         return 2
     return status
 

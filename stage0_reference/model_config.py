@@ -11,7 +11,6 @@ spells or computes in its own way is in `families`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from stage0_reference.families import FAMILIES, Family
 from stage0_reference.families.family import UnsupportedModelError as UnsupportedModelError
+from stage0_reference.hub_files import CONFIG_FILE, read_json_object
 
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "yarn", "longrope")
@@ -316,22 +316,24 @@ class ModelConfig:
         UnsupportedModelError
             A model type, rope type, routing or activation that is not supported.
         """
-        path = Path(directory) / "config.json"
+        path = Path(directory) / CONFIG_FILE
         if not Path(directory).is_dir():
-            kind = "is a file" if Path(directory).exists() else "does not exist"
-            raise FileNotFoundError(f"checkpoint directory {directory} {kind}")
+            what = (
+                "is a file; pass the directory that holds it"
+                if Path(directory).exists()
+                else "does not exist; `hf download ORGANISATION/MODEL --local-dir DIR` makes one"
+            )
+            raise FileNotFoundError(f"checkpoint directory {directory} {what}")
         if not path.is_file():
             raise FileNotFoundError(
                 f"no config.json in {directory}: expected a checkpoint directory laid out as on "
                 "the Hugging Face hub (config.json, *.safetensors, tokenizer files)"
             )
+        fields = read_json_object(path)
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} must hold a JSON object; got {type(fields).__name__}")
-        return cls.from_dict(fields)
+            return cls.from_dict(fields)
+        except (ValueError, UnsupportedModelError) as error:
+            raise type(error)(f"{error} ({path})") from error
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
@@ -346,7 +348,10 @@ class ModelConfig:
         given = {name: value for name, value in fields.items() if value is not None}
         missing = [family.spelt(name) for name in family.needed if family.spelt(name) not in given]
         if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}, needed for {model_type}")
+            raise ValueError(
+                f"config.json lacks {', '.join(missing)}, needed for {model_type}; take the file "
+                "that came with the weights"
+            )
         given = {family.spelt(name): value for name, value in family.assumed.items()} | given
         activation = given.get("hidden_act", "silu")
         if activation != "silu":

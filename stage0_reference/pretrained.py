@@ -50,7 +50,7 @@ def load_decoder(
     device
         Where the parameters live. They are allocated there once, and each tensor is copied in.
     progress
-        Show a bar on stderr.
+        Show a bar on stderr if that is a terminal.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def load_decoder(
     load_safetensors(
         directory,
         decoder.checkpoint_tensors(),
-        ignore=_unused_tensors(config),
+        ignore=unused_tensors(config),
         progress=progress,
     )
     return decoder.eval().requires_grad_(False)
@@ -92,8 +92,8 @@ def load_model(
     return LoadedModel(decoder, tokenizer)
 
 
-def _unused_tensors(config: ModelConfig) -> Callable[[str], bool]:
-    """Say which tensors of published checkpoints this decoder has no use for."""
+def unused_tensors(config: ModelConfig) -> Callable[[str], bool]:
+    """Say which tensors of published checkpoints a decoder of this configuration leaves."""
     first = config.num_hidden_layers
     multi_token_prediction = tuple(
         f"model.layers.{layer}." for layer in range(first, first + config.num_nextn_predict_layers)

@@ -17,11 +17,12 @@ Left out: chat templates, and vocabularies that come only as `tokenizer.model` o
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from stage0_reference.hub_files import CONFIG_FILE, how_to_mend, read_json_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,7 +32,6 @@ __all__ = ["ByteTokenizer", "HubTokenizer", "TokenStream", "Tokenizer", "load_to
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-CONFIG_FILE = "config.json"
 
 # What a checkpoint may have instead of a tokenizer.json, and how to make one.
 _SAVE_FAST = (
@@ -205,7 +205,7 @@ class HubTokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(
-                f"{path} cannot be read as a tokenizer ({error}); get the file again"
+                f"{path} cannot be read as a tokenizer ({error}); {how_to_mend(path)}"
             ) from error
         settings = _read_json(directory / TOKENIZER_CONFIG_FILE)
         generation = _read_json(directory / GENERATION_CONFIG_FILE)
@@ -402,7 +402,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             )
     raise ValueError(
         f"directory {str(directory)!r} has no tokenizer; looked for {TOKENIZER_FILE}, and for "
-        f'"tokenizer_class": "ByteTokenizer" in {TOKENIZER_CONFIG_FILE} and {CONFIG_FILE}'
+        f'"tokenizer_class": "ByteTokenizer" in {TOKENIZER_CONFIG_FILE} and {CONFIG_FILE}. '
+        "Get the file that came with the weights"
     )
 
 
@@ -434,15 +435,7 @@ def _either(choice: bool | None, default: bool | None) -> bool | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object; a file that is not there is an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); get the file again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must be a JSON object; got {type(value).__name__}")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _read_add_bos(settings: dict[str, Any]) -> bool | None:

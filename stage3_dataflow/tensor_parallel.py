@@ -46,7 +46,7 @@ from stage0_reference.decoder import Decoder, MultiHeadLatentAttention
 from stage0_reference.families.stacked_experts import StackedExperts
 from stage0_reference.mixture_of_experts import Experts, GatedMLP, MixtureOfExperts
 from stage0_reference.model_config import ModelConfig
-from stage0_reference.pretrained import _unused_tensors, default_dtype
+from stage0_reference.pretrained import default_dtype, unused_tensors
 from stage3_dataflow.rank_group import Ranks, StepGuard, require_same, sum_over_ranks, together
 
 
@@ -292,7 +292,7 @@ def load_tensor_parallel(
     device = ranks.device if device is None else device
     dtype = default_dtype(device) if dtype is None else dtype
     decoder = TensorParallelDecoder(config, ranks, dtype=dtype, device=device)
-    is_unused = _unused_tensors(config)
+    is_unused = unused_tensors(config)
     destinations: dict[str, Tensor] = {}
     for name, part in decoder.parts().items():
         shape = decoder.whole_shape(name)

@@ -123,6 +123,15 @@ def test_mistakes_give_one_line_and_status_2(capsys, arguments, message):
     assert message in err
 
 
+@pytest.mark.parametrize("where", ["build_parser", "run_generate", "load_from_arguments"])
+def test_an_interrupt_ends_without_a_word_and_with_the_shells_status(capsys, monkeypatch, where):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, where, interrupt)
+    assert run(capsys, "generate", "x") == (130, "", "")
+
+
 @pytest.mark.parametrize("command", [[], ["generate"], ["eval"], ["demo"]])
 def test_help_names_every_option_with_a_reason(capsys, command):
     status, out, _ = run(capsys, *command, "--help")
