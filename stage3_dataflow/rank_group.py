@@ -25,9 +25,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 
-# Its functions hold, as defaults, the group that there is when they are first imported, and parts
-# of torch import it on demand. A group that is held so outlives `destroy_process_group`, and its
-# threads may meet the interpreter's end: some processes abort then. So: before there is a group.
+# Before there is a group: its functions hold the group, as a default argument, that there is when
+# they are first imported, and parts of torch import it on demand. A group that is held so outlives
+# `destroy_process_group`, its threads with it; one that still has a finished gather's tensors while
+# the interpreter ends aborts the process (https://github.com/pytorch/pytorch/pull/179291).
 import torch.distributed.nn.functional  # noqa: F401
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn

@@ -5,8 +5,10 @@ A program's result is written to ``DIR/NAME-RANK-of-SIZE.json``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,21 @@ def one_stops(ranks: Ranks) -> None:
     if ranks.rank < ranks.size - 1:
         sum_over_ranks(ranks, torch.ones(3))
     else:
-        import time
-
         time.sleep(600.0)
+
+
+def gloo_threads() -> list[str]:
+    """Threads of a group that is not gone; a thread that has ended may be listed for a moment."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        names = []
+        for thread in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it went away
+                names.append(thread.read_text().strip())
+        left = [name for name in names if "gloo" in name]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
@@ -104,7 +118,5 @@ if __name__ == "__main__":
         timeout_seconds=2.0 if name == "one_stops" else 60.0,
     ) as this:
         outcome = globals()[name](this)
-    outcome["threads_left"] = [
-        thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")
-    ]
+    outcome["gloo_threads"] = gloo_threads()
     (directory / f"{name}-{rank}-of-{size}.json").write_text(json.dumps(outcome))

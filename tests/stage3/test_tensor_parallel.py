@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -468,8 +469,7 @@ def test_processes_generate_what_one_generates(size, tmp_path):
         assert result["tensor_caches_equal"] is True
         assert result["fp8_caches_equal"] is True
         assert result["parameters"] == outside + (whole - outside) // size
-        # a group that is not really gone can abort a process at its end
-        assert not [thread for thread in result["threads_left"] if "gloo" in thread]
+        assert result["gloo_threads"] == []  # or the process may abort as it ends
         assert result["pages"] == len(cache[0].c_kv) // size
     written = int((cache[0].c_kv != 0.0).any(-1).sum())
     assert sum(result["tokens_cached_here"] for result in results) == written
@@ -485,5 +485,5 @@ def test_a_rank_that_fails_names_itself_and_the_others_end(tmp_path):
 @pytest.mark.processes
 def test_a_rank_that_hangs_ends_the_others_by_the_time_limit(tmp_path):
     finished = on_processes(2, "one_stops", tmp_path)
-    assert finished.codes[0] > 0
+    assert finished.codes[0] not in (0, -signal.SIGKILL)  # it ended by itself
     assert "rank 0 of 2 failed: " in finished.outputs[0]
