@@ -6,6 +6,8 @@ same decode kernel over stage 0's BF16 cache: the baseline that FP8 is measured 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -56,7 +58,24 @@ class KernelAttention:
         """Say in the description what runs on this device; a meta device only plans."""
         if torch.device(device).type == "meta":
             return
-        self.description = f"{self.technique} ({which_path(device).name})"
+        path = which_path(device).name
+        runs = "here as PyTorch twins" if path == "pytorch" else path
+        self.description = f"{self.technique} ({runs})"
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> list[Any]:
+        """Allocate the planes of every layer, in the format of the backend mixed with."""
+        self._use(device)
+        planes: list[Any] = super().make_cache(  # type: ignore[misc]  # the other base class has it
+            config, num_pages, page_size, device=device
+        )
+        return planes
 
     def _workspace(self, device: torch.device) -> DecodeWorkspace:
         if device not in self._workspaces:
@@ -118,18 +137,6 @@ class FusedBackend(KernelAttention, Fp8PipelineBackend):
     ) -> None:
         Fp8PipelineBackend.__init__(self, scale_format)
         KernelAttention.__init__(self, p_format=p_format, split_rule=split_rule)
-
-    def make_cache(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> list[LatentPages]:
-        """Allocate the planes of every layer."""
-        self._use(device)
-        return super().make_cache(config, num_pages, page_size, device=device)
 
     def append(
         self,
@@ -214,18 +221,6 @@ class Bf16KernelBackend(KernelAttention, AbsorbedBackend):
     def __init__(self, *, split_rule: SplitRule = DEFAULT_SPLIT_RULE) -> None:
         AbsorbedBackend.__init__(self)
         KernelAttention.__init__(self, split_rule=split_rule)
-
-    def make_cache(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> list[Bf16LatentPages]:
-        """Allocate the planes of every layer."""
-        self._use(device)
-        return super().make_cache(config, num_pages, page_size, device=device)
 
     def append(
         self,

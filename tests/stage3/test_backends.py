@@ -43,7 +43,7 @@ def test_the_description_says_what_runs(kind, device):
     assert backend.description.endswith(f"({path})")
     with use_path("pytorch"):
         pools(backend, device)
-    assert backend.description.endswith("(pytorch)")
+    assert backend.description.endswith("(here as PyTorch twins)")
 
 
 @pytest.mark.parametrize("kind", [FusedBackend, Bf16KernelBackend])
