@@ -78,22 +78,7 @@ def fused_k_append_kernel(
         mask=written[:, None],
         other=0.0,
     ).to(tl.float32)  # [BLOCK_TOKENS, LATENT]
-    if NORM:
-        weight = tl.load(norm_weight_ptr + column).to(tl.float32)
-        latent = rms_norm(latent, weight, norm_eps, c_kv_ptr.dtype.element_ty, INTERPRETED)
-    scale = tl.full([BLOCK_TOKENS], 1.0, tl.float32)
-    if FP8_CACHE:
-        latent = clamp(latent, LATENT_MAX)
-        scale = token_scale(row_amax(latent), POW2)
-        codes = to_e4m3(divide_rows(latent, scale), INTERPRETED)
-    else:
-        codes = to_float(latent, tl.bfloat16, INTERPRETED)
-    place = page * codes_stride_page + offset * codes_stride_token
-    tl.store(codes_ptr + place[:, None] + column[None, :], codes, mask=written[:, None])
-    if FP8_CACHE:
-        place = page * scale_stride_page + offset * scale_stride_token
-        tl.store(scale_ptr + place, scale, mask=written)
-
+    # All loads before what waits for the first.
     if ROPE > 0:
         first, second = load_rotated(
             k_rope_ptr,
@@ -107,12 +92,30 @@ def fused_k_append_kernel(
             INTERLEAVED,
             INTERPRETED,
         )
+
+    if NORM:
+        weight = tl.load(norm_weight_ptr + column).to(tl.float32)
+        latent = rms_norm(latent, weight, norm_eps, c_kv_ptr.dtype.element_ty, INTERPRETED)
+    scale = tl.full([BLOCK_TOKENS], 1.0, tl.float32)
+    if FP8_CACHE:
+        latent = clamp(latent, LATENT_MAX)
+        scale = token_scale(row_amax(latent), POW2)
+        codes = to_e4m3(divide_rows(latent, scale, POW2), INTERPRETED)
+    else:
+        codes = to_float(latent, tl.bfloat16, INTERPRETED)
+    place = page * codes_stride_page + offset * codes_stride_token
+    tl.store(codes_ptr + place[:, None] + column[None, :], codes, mask=written[:, None])
+    if FP8_CACHE:
+        place = page * scale_stride_page + offset * scale_stride_token
+        tl.store(scale_ptr + place, scale, mask=written)
+
+    if ROPE > 0:
         pair = tl.arange(0, ROPE // 2)
         place = page * rope_stride_page + offset * rope_stride_token
         target = rope_ptr + place[:, None] + pair[None, :]
         if FP8_CACHE:
-            first = clamp(divide_rows(clamp(first, BF16_MAX), scale), BF16_MAX)
-            second = clamp(divide_rows(clamp(second, BF16_MAX), scale), BF16_MAX)
+            first = clamp(divide_rows(clamp(first, BF16_MAX), scale, POW2), BF16_MAX)
+            second = clamp(divide_rows(clamp(second, BF16_MAX), scale, POW2), BF16_MAX)
         tl.store(target, to_float(first, tl.bfloat16, INTERPRETED), mask=written[:, None])
         tl.store(
             target + ROPE // 2, to_float(second, tl.bfloat16, INTERPRETED), mask=written[:, None]

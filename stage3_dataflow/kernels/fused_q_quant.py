@@ -49,22 +49,19 @@ def fused_q_quant_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Quantise rows of [batch, s_q, heads, .]; outputs are contiguous."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < num_rows
-    token = row // heads
-    batch, query, head = token // s_q, token % s_q, row % heads
+    token = row // heads  # in 32 bits: a 64-bit division takes longer than the row's quantisation
+    head = (row % heads).to(tl.int64)
+    batch, query = (token // s_q).to(tl.int64), (token % s_q).to(tl.int64)
+    row, token = row.to(tl.int64), token.to(tl.int64)
 
     column = tl.arange(0, LATENT)
     offsets = batch * latent_stride_batch + query * latent_stride_query + head * latent_stride_head
     latent = tl.load(
         q_latent_ptr + offsets[:, None] + column[None, :], mask=live[:, None], other=0.0
     ).to(tl.float32)  # [BLOCK_ROWS, LATENT]
-    latent = clamp(latent, LATENT_MAX)
-    scale = token_scale(row_amax(latent), POW2)  # [BLOCK_ROWS]
-    codes = to_e4m3(divide_rows(latent, scale), INTERPRETED)
-    tl.store(codes_ptr + row[:, None] * LATENT + column[None, :], codes, mask=live[:, None])
-    tl.store(scale_ptr + row, scale, mask=live)
-
+    # All loads before what waits for the first.
     if ROPE > 0:
         offsets = batch * rope_stride_batch + query * rope_stride_query + head * rope_stride_head
         first, second = load_rotated(
@@ -79,9 +76,17 @@ def fused_q_quant_kernel(
             INTERLEAVED,
             INTERPRETED,
         )
+
+    latent = clamp(latent, LATENT_MAX)
+    scale = token_scale(row_amax(latent), POW2)  # [BLOCK_ROWS]
+    codes = to_e4m3(divide_rows(latent, scale, POW2), INTERPRETED)
+    tl.store(codes_ptr + row[:, None] * LATENT + column[None, :], codes, mask=live[:, None])
+    tl.store(scale_ptr + row, scale, mask=live)
+
+    if ROPE > 0:
         pair = tl.arange(0, ROPE // 2)
         target = rope_ptr + row[:, None] * ROPE + pair[None, :]
-        first = clamp(divide_rows(clamp(first, BF16_MAX), scale), BF16_MAX)
-        second = clamp(divide_rows(clamp(second, BF16_MAX), scale), BF16_MAX)
+        first = clamp(divide_rows(clamp(first, BF16_MAX), scale, POW2), BF16_MAX)
+        second = clamp(divide_rows(clamp(second, BF16_MAX), scale, POW2), BF16_MAX)
         tl.store(target, to_float(first, tl.bfloat16, INTERPRETED), mask=live[:, None])
         tl.store(target + ROPE // 2, to_float(second, tl.bfloat16, INTERPRETED), mask=live[:, None])

@@ -42,6 +42,8 @@ COMBINE_UNSPECIALIZED = places(
 WRITE_ROWS = 4
 """Rows of a write program, one a warp: a row of 512 is 16 elements a thread."""
 
+FETCH_ROWS, FETCH_WARPS = 4, 2
+
 COMBINE_SPLITS, COMBINE_WIDTH, COMBINE_LSES, COMBINE_WARPS = 16, 512, 64, 8
 """Partials joined at a time, channels of a program, lse read at a time, and warps: a tile is 32
 registers a thread. Fixed, since other numbers would add a row's partials in another order."""
@@ -223,10 +225,9 @@ def launch_fetch_dequant(
 ) -> None:
     """Copy rows into `out`; `ends` [batch] is the running sum of `lengths` [batch]."""
     num_pages, page_size, latent = cache.codes.shape
-    rows_of_program = 2 * WRITE_ROWS
     launch(
         fetch_dequant_kernel,
-        (-(-len(out) // rows_of_program),),
+        (-(-len(out) // FETCH_ROWS),),
         (
             *cache,
             block_table,
@@ -244,11 +245,11 @@ def launch_fetch_dequant(
             "PAGE_SIZE": page_size,
             "LATENT": latent,
             "ROPE": cache.rope.shape[-1],
-            "BLOCK_TOKENS": rows_of_program,
+            "BLOCK_TOKENS": FETCH_ROWS,
             "INTERPRETED": is_interpreting(),
         },
         unspecialized=FETCH_DEQUANT_UNSPECIALIZED,
-        num_warps=4,
+        num_warps=FETCH_WARPS,
     )
 
 

@@ -25,15 +25,15 @@ def load_rotated(
     Rows where `row_mask` is false are 0.
     """
     pair = tl.arange(0, ROPE // 2)
-    if ROTATE and INTERLEAVED:  # adjacent elements in, halves out
-        first_column, second_column = 2 * pair, 2 * pair + 1
-    else:
-        first_column, second_column = pair, pair + ROPE // 2
     mask = row_mask[:, None]
     dtype = x_ptr.dtype.element_ty
     base = x_ptr + row_offsets[:, None]
-    first = tl.load(base + first_column[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(base + second_column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROTATE and INTERLEAVED:  # adjacent elements in, halves out
+        both = tl.load(base + tl.arange(0, ROPE)[None, :], mask=mask, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (row_offsets.shape[0], ROPE // 2, 2)))
+    else:
+        first = tl.load(base + pair[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(base + (pair + ROPE // 2)[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROTATE:
         angles = angle_offsets[:, None] + pair[None, :]
         cos = tl.load(cos_ptr + angles, mask=mask, other=1.0)

@@ -46,4 +46,4 @@ def scale_kernel(
     scale = token_scale(amax, POW2)
     tl.store(amax_ptr + row, amax, mask=live)
     tl.store(scale_ptr + row, scale, mask=live)
-    tl.store(quotient_ptr + place, divide_rows(x, scale), mask=live[:, None])
+    tl.store(quotient_ptr + place, divide_rows(x, scale, POW2), mask=live[:, None])
