@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -363,58 +362,55 @@ def _attend(
     capacity = block_table.shape[1] * cache[0].shape[1]
     splits = largest_split_count(capacity, split_rule)
     workspace = workspace or DecodeWorkspace(device)
-    partial_out, partial_lse = workspace.partials(
-        batch, splits, s_q * heads, latent if splits > 1 else 0
-    )
     choice = which_kernel(
         query, cache, block_table, out, lse, causal=causal, p_format=p_format, kernel=kernel
     )
-    with on_device(device):
-        if choice.name == "hopper":
-            from stage3_dataflow.kernels.hopper_decode import launch_hopper_decode
+    if choice.name == "hopper":
+        from stage3_dataflow.kernels.hopper_decode import launch_hopper_decode
 
-            launch_hopper_decode(
-                query,
-                LatentPages(*cache),
-                block_table,
-                cache_seqlens,
-                softmax_scale,
-                causal=causal,
-                split_rule=split_rule,
-                out=out,
-                lse=lse,
-                partial_out=partial_out if splits > 1 else None,
-                partial_lse=partial_lse if splits > 1 else None,
-                num_splits_grid=splits,
-            )
-        else:
-            check_widths(latent, query.rope.shape[-1])
-            launch_split_kv_decode(
-                query,
-                cache,
-                block_table,
-                cache_seqlens,
-                softmax_scale,
-                out,
-                lse,
-                partial_out,
-                partial_lse,
-                causal=causal,
-                fp8_p=(p_format or PORTABLE_P_FORMAT) == "e4m3",
-                split_rule=split_rule,
-            )
+        launch_hopper_decode(
+            query,
+            LatentPages(*cache),
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            causal=causal,
+            split_rule=split_rule,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+            num_splits_grid=splits,
+        )
+    else:
+        check_widths(latent, query.rope.shape[-1])
+        partial_out, partial_lse = workspace.partials(
+            batch, splits, s_q * heads, latent if splits > 1 else 0
+        )
+        launch_split_kv_decode(
+            query,
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale,
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            causal=causal,
+            fp8_p=(p_format or PORTABLE_P_FORMAT) == "e4m3",
+            split_rule=split_rule,
+        )
         if splits > 1:
             launch_combine(
-                partial_out, partial_lse, cache_seqlens, capacity, out, lse, split_rule=split_rule
+                partial_out,
+                partial_lse,
+                cache_seqlens,
+                capacity,
+                out,
+                lse,
+                split_rule=split_rule,
             )
     return AttentionOutput(out, lse)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, where Triton launches; nothing to do if it is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 class KernelChoice(NamedTuple):

@@ -21,26 +21,35 @@ class DecodeWorkspace:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._out = torch.empty(0, dtype=torch.float32, device=device)
+        self._out = torch.empty(0, dtype=torch.uint8, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 4 * sum(buffer.numel() for buffer in (self._out, self._lse, *self._outgrown))
+        held = (self._out, self._lse, *self._outgrown)
+        return sum(buffer.nbytes for buffer in held)
 
-    def partials(self, batch: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Partial outputs f32 [batch, splits, rows, width] and lse f32 [batch, splits, rows]."""
+    def partials(
+        self,
+        batch: int,
+        splits: int,
+        rows: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor]:
+        """Partial outputs `dtype` [batch, splits, rows, width], and lse f32 without the width."""
         count = batch * splits * rows
+        size = count * width * dtype.itemsize
         if self._lse.numel() < count:
             self._outgrown.append(self._lse)
             self._lse = self._lse.new_empty(count)
-        if self._out.numel() < count * width:
+        if self._out.numel() < size:
             self._outgrown.append(self._out)
-            self._out = self._out.new_empty(count * width)
+            self._out = self._out.new_empty(size)
         shape = (batch, splits, rows)
-        return self._out[: count * width].view(*shape, width), self._lse[:count].view(shape)
+        return self._out[:size].view(dtype).view(*shape, width), self._lse[:count].view(shape)
 
 
 def workspace_bytes(
@@ -51,7 +60,9 @@ def workspace_bytes(
     capacity: int,
     split_rule: SplitRule = DEFAULT_SPLIT_RULE,
 ) -> int:
-    """Bytes that a decode of this size needs for partial results: 0 if nothing can be split.
+    """Bytes that a decode of this size needs at most for partial results, 0 if none is split.
+
+    The Hopper kernel keeps them in BF16 where the output is BF16, and then needs half.
 
     Parameters
     ----------

@@ -597,6 +597,7 @@ def kernel_attention_error(
     p_format: str,
     causal: bool = True,
     splits: int = 1,
+    partial_dtype: torch.dtype = torch.float32,
     fp8_tensor_core: bool = False,
 ) -> AttentionError:
     """Error of a decode kernel against exact attention over what codes and scales stand for.
@@ -615,6 +616,9 @@ def kernel_attention_error(
       with a division and two products, last two divisions and three products.
     - P's rounding, `probability_error` of the weights as computed: exact ones plus their own error,
       which `attention_error` gives when the values are the unit vectors.
+    - A split's result that is kept in `partial_dtype` is rounded once more. The merge weighs them
+      with what adds up to 1, and none is larger than its share of ``sum weights |v|``, error and
+      all: one rounding of that.
     - On FP8 tensor cores both FP8 products lose `tensor_core_cut` of their magnitude.
 
     Parameters
@@ -625,6 +629,8 @@ def kernel_attention_error(
         Of its tokens; ones over a BF16 cache.
     splits
         Parts that the request may have been cut into.
+    partial_dtype
+        Of their results.
     fp8_tensor_core
         Whether FP8 products ran on tensor cores, rather than in float32.
     """
@@ -670,6 +676,8 @@ def kernel_attention_error(
     out = error.out + (off @ codes) * (1.0 + gamma(2 * keys + 14 * steps + 23, torch.float32))
     if fp8_tensor_core and p_format == "e4m3":
         out = out + tensor_core_cut(SIGMA_BLOCK) * ((scaled + off) @ codes)
+    if splits > 1 and partial_dtype != torch.float32:
+        out = out + rounding_error(weights @ values + out, partial_dtype)
     return AttentionError(out.masked_fill(hidden_rows, 0.0), error.lse)
 
 

@@ -10,6 +10,7 @@ here                  3.6                            3.9
 `load_tile`           tma.async_copy_global_to_shared  tma.async_load
 `load_words`          async_copy_global_to_shared    async_copy.async_load
 `reinterpret`         memdesc._reinterpret           memdesc.reinterpret
+`thread_barrier`      thread_barrier                 barrier
 `device_record`       core._aggregate, own __init__  aggregate
 ====================  =============================  ======================
 
@@ -31,12 +32,14 @@ __all__ = [
     "load_words",
     "reinterpret",
     "relabel_accumulator",
+    "thread_barrier",
 ]
 
 # 3.9 keeps the old name only to raise, so the new one is asked for first.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 load_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 arrive_after_words = async_copy.mbarrier_arrive
+thread_barrier = getattr(gluon_core, "barrier", None) or gluon_core.thread_barrier
 
 
 def device_record(cls):

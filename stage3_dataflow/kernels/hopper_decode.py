@@ -32,6 +32,7 @@ is 2^R / 448, and there is no division. ratio = 2^(R_before - R), at most 2^60.
 
 The four roles fit: no register is spilled, and no wgmma waits for another's registers. A test
 compiles the kernel without a GPU and asserts both, because neither is an error to a compiler.
+(Triton 3.9's assembler keeps a few words of `weigh_blocks` on the stack, where 3.6's does not.)
 
 References
 ----------
@@ -40,7 +41,7 @@ SnapMLA (arXiv 2602.10718), sections 3.2 and 3.3.
 
 import math
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +65,17 @@ from stage3_dataflow.kernels.gluon_api import (
     reinterpret,
     relabel_accumulator,
 )
+from stage3_dataflow.kernels.hopper_merge import (
+    BLOCK_TOKENS,
+    FLAT,
+    launch_hopper_combine,
+    split_of_request,
+)
+from stage3_dataflow.kernels.launch_cache import launch, places
+from stage3_dataflow.workspace import DecodeWorkspace
 
 KV_LORA_RANK = gl.constexpr(512)
 QK_ROPE_HEAD_DIM = gl.constexpr(64)
-BLOCK_TOKENS = gl.constexpr(64)
-"""Tokens of a block: the unit of the ring, of P's scale and of promotion to float32."""
 HALF_RANK = gl.constexpr(256)
 """Latent dimensions of one of the two `add_values` warpgroups."""
 CODE_CHUNK = gl.constexpr(128)
@@ -100,10 +107,8 @@ STORED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 SWIZZLED_CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 SWIZZLED_ROPE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-SWIZZLED_OUTPUT = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 SWIZZLED_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 FLAT_SCALE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @device_record
@@ -146,8 +151,9 @@ class ScoreInputs:
 class Ending:
     """What the roles tell each other behind the last block."""
 
-    place: gl.shared_memory_descriptor  # [4, 1] i32: out_row, live_rows, is_split of `Work`,
-    # and how many tokens of the split the request's first row sees
+    place: gl.shared_memory_descriptor  # [5, 1] i32: the tile's first row in `out`, its number of
+    # rows (the request may end within it), its first row in the partials, how many splits the
+    # request has, and the tokens of this one that the request's first row sees
     bad_page: gl.shared_memory_descriptor  # [1] i32: some page id of the split is no page
     bad_page_full: gl.shared_memory_descriptor
     normalizer: gl.shared_memory_descriptor  # [64 rows] f32: 1 / l, 0 for an empty row
@@ -157,14 +163,11 @@ class Ending:
 
 @device_record
 class Work:
-    """One program's part: a tile of a request's rows over one split of its tokens."""
+    """One program's part of a request's tokens: a split."""
 
-    live_rows: gl.tensor  # of the tile: the request may end within it
-    out_row: gl.tensor  # the tile's first row in `out`, or in the partials when split
-    is_split: gl.tensor  # i32, 0 or 1
-    first_block: gl.tensor  # of the split, in the request
+    first_block: gl.tensor  # in the request
     blocks: gl.tensor
-    tokens: gl.tensor  # of the split: at most 64 blocks
+    tokens: gl.tensor  # at most 64 blocks
 
 
 @gluon.jit
@@ -292,8 +295,12 @@ def read_scalar(memory):
 @gluon.jit
 def read_place(ending):
     """Where the tile's rows go. Read behind the loop: across it there are no registers to spare."""
-    is_split = read_scalar(ending.place.index(2)) != 0
-    return read_scalar(ending.place.index(0)), read_scalar(ending.place.index(1)), is_split
+    return (
+        read_scalar(ending.place.index(0)),
+        read_scalar(ending.place.index(1)),
+        read_scalar(ending.place.index(2)),
+        read_scalar(ending.place.index(3)),
+    )
 
 
 @gluon.jit
@@ -326,7 +333,7 @@ def weigh_blocks(
             AT_ONCE, False,
         )  # fmt: skip
     # Tokens of the split that a row sees: [64, 1], or one number for all rows.
-    visible = read_scalar(ending.place.index(3))
+    visible = read_scalar(ending.place.index(4))
     if CAUSAL:
         row = gl.program_id(0) * BLOCK_ROWS + gl.arange(0, 64, SCORE_ROWS)
         visible += (row // heads)[:, None]
@@ -341,19 +348,20 @@ def weigh_blocks(
     total = gl.convert_layout(gl.sum(partial_sum, 1), SCORE_ROWS)
     mbarrier.wait(ending.bad_page_full, 0)
     bad_page = read_scalar(ending.bad_page) != 0
-    out_row, live_rows, is_split = read_place(ending)
+    out_row, live_rows, partial_row, splits = read_place(ending)
     empty = (total == 0.0) | bad_page
-    ending.normalizer.store(gl.where(empty, 0.0, 1.0 / total))
-    mbarrier.arrive(ending.normalizer_full, count=1)
     row_lse = (unit - LOG2_E4M3_MAX + gl.log2(total)) * LN2
-    # A split tells the combine kernel of a bad page by a log-sum-exp no attention can have.
-    mark = gl.where(bad_page & is_split, float("inf"), float("-inf"))
+    # A split tells the merge of a bad page by a log-sum-exp no attention can have.
+    mark = gl.where(bad_page & (splits > 1), float("inf"), float("-inf"))
     row_lse = gl.where(empty, mark, row_lse)
     row = gl.arange(0, 64, SCORE_ROWS)
-    if is_split:
-        gl.store(partial_lse + out_row + row, row_lse, mask=row < live_rows)
+    if splits > 1:
+        gl.store(partial_lse + partial_row + row, row_lse, mask=row < live_rows)
     else:
         gl.store(lse + out_row + row, row_lse, mask=row < live_rows)
+    # Last: with the stores behind it, Triton 3.6's assembler spills six words in the loops.
+    ending.normalizer.store(gl.where(empty, 0.0, 1.0 / total))
+    mbarrier.arrive(ending.normalizer_full, count=1)
 
 
 @gluon.jit
@@ -503,15 +511,19 @@ def add_values(
     mbarrier.wait(ending.normalizer_full, 0)
     normalizer = ending.normalizer.slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
     mbarrier.wait(ending.ring_unused, 0)
-    staged = reinterpret(ring.codes, gl.float32, [2, 64, HALF_RANK], SWIZZLED_OUTPUT)
-    staged = staged.index(HALF).slice(0, BLOCK_ROWS, dim=0)
-    staged.slice(0, 128, dim=1).store(normalized(o0, o1, normalizer))
-    staged.slice(128, 128, dim=1).store(normalized(o2, o3, normalizer))
-    out_row, live_rows, is_split = read_place(ending)
-    if is_split:
-        store_rows(partial_out, staged, out_row, live_rows, HALF, BLOCK_ROWS)
-    else:
+    BITS: gl.constexpr = 16 if out.dtype.element_ty == gl.bfloat16 else 32
+    DTYPE: gl.constexpr = gl.bfloat16 if BITS == 16 else gl.float32
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    TILES: gl.constexpr = 32 // BITS  # of the ring, for each half
+    staged = reinterpret(ring.codes, DTYPE, [2 * TILES, 64, HALF_RANK], SWIZZLED)
+    staged = staged.index(TILES * HALF).slice(0, BLOCK_ROWS, dim=0)
+    staged.slice(0, 128, dim=1).store(normalized(o0, o1, normalizer).to(DTYPE))
+    staged.slice(128, 128, dim=1).store(normalized(o2, o3, normalizer).to(DTYPE))
+    out_row, live_rows, partial_row, splits = read_place(ending)
+    if splits == 1:
         store_rows(out, staged, out_row, live_rows, HALF, BLOCK_ROWS)
+    else:
+        store_rows(partial_out, staged, partial_row, live_rows, HALF, BLOCK_ROWS)
 
 
 @gluon.jit
@@ -572,43 +584,36 @@ def normalized(even, odd, normalizer):
 @gluon.jit
 def store_rows(out, staged, out_row, live_rows, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr):
     """Write the tile's rows of this half, in `out`'s dtype: only those that the request has."""
+    # 16 bytes a thread; a warp has neighbouring dimensions of a row.
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 128 // staged.dtype.primitive_bitwidth], [1, 32], [4, 1], [1, 0]
+    )
     out += out_row.to(gl.int64) * KV_LORA_RANK
-    dim = HALF * HALF_RANK + gl.arange(0, HALF_RANK, gl.SliceLayout(0, STORED))
+    dim = HALF * HALF_RANK + gl.arange(0, HALF_RANK, gl.SliceLayout(0, LAYOUT))
     for start in gl.static_range(0, BLOCK_ROWS, 16):
-        row = start + gl.arange(0, 16, gl.SliceLayout(1, STORED))
-        values = staged.slice(start, 16, dim=0).load(STORED)  # [16, 256] f32
+        row = start + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        values = staged.slice(start, 16, dim=0).load(LAYOUT)  # [16, 256]
         address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
         gl.store(address, values.to(out.dtype.element_ty), mask=(row < live_rows)[:, None])
 
 
 @gluon.jit
-def store_empty_rows(out, lse, work, BLOCK_ROWS: gl.constexpr):
+def store_empty_rows(out, lse, out_row, live_rows, BLOCK_ROWS: gl.constexpr):
     """Write the tile's rows of a request without tokens: 0, with log-sum-exp -inf."""
-    out += work.out_row.to(gl.int64) * KV_LORA_RANK
+    out += out_row.to(gl.int64) * KV_LORA_RANK
     dim = gl.arange(0, KV_LORA_RANK, gl.SliceLayout(0, STORED))
     for start in gl.static_range(0, BLOCK_ROWS, 16):
         row = start + gl.arange(0, 16, gl.SliceLayout(1, STORED))
-        live = row < work.live_rows
+        live = row < live_rows
         address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
         gl.store(
             address, gl.zeros([16, KV_LORA_RANK], out.dtype.element_ty, STORED), mask=live[:, None]
         )
         gl.store(
-            lse + work.out_row + row,
+            lse + out_row + row,
             gl.full([16], float("-inf"), gl.float32, row.type.layout),
             mask=live,
         )
-
-
-@gluon.jit
-def split_of_request(length, split, min_tokens, max_splits):
-    """Blocks of one split of a request, from its length alone: (number of splits, first, end)."""
-    blocks = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    splits = gl.minimum((length - 1) // min_tokens + 1, max_splits)
-    blocks_a_split = gl.maximum((blocks + splits - 1) // gl.maximum(splits, 1), 1)
-    splits = (blocks + blocks_a_split - 1) // blocks_a_split
-    first = split * blocks_a_split
-    return splits, first, gl.minimum(first + blocks_a_split, blocks)
 
 
 @gluon.jit(
@@ -655,67 +660,68 @@ def hopper_decode_kernel(
     split = gl.program_id(1)
     request = gl.program_id(2)
     length = gl.load(cache_seqlens + request)
+    # The length takes a while to come; meanwhile, what does not depend on it.
+    first_row = gl.program_id(0) * BLOCK_ROWS
+    live_rows = gl.minimum(rows - first_row, BLOCK_ROWS)
+    query_row = request * rows + first_row
+    partial_row = (request * partial_splits + split) * rows + first_row
+    ring = BlockRing(
+        gl.allocate_shared_memory(
+            gl.float8e4nv, [STAGES, BLOCK_TOKENS, KV_LORA_RANK], SWIZZLED_CODES
+        ),
+        gl.allocate_shared_memory(
+            gl.bfloat16, [STAGES, BLOCK_TOKENS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+        ),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT_SCALE),
+        new_barriers(STAGES + 1, 1),
+        new_barriers(STAGES, 2),
+    )
+    queue = WeightQueue(
+        gl.allocate_shared_memory(
+            gl.float8e4nv, [WEIGHT_SLOTS, 64, BLOCK_TOKENS], SWIZZLED_WEIGHTS
+        ),
+        gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], FLAT),
+        new_barriers(WEIGHT_SLOTS, 1),
+        new_barriers(WEIGHT_SLOTS, 2),
+    )
+    inputs = ScoreInputs(
+        gl.allocate_shared_memory(gl.float8e4nv, [64, KV_LORA_RANK], SWIZZLED_CODES),
+        gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
+        new_barriers(1, 1).index(0),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
+    )
+    ending = Ending(
+        gl.allocate_shared_memory(gl.int32, [5, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [1], FLAT),
+        new_barriers(1, 1).index(0),
+        gl.allocate_shared_memory(gl.float32, [64], FLAT),
+        new_barriers(1, 1).index(0),
+        new_barriers(1, 2).index(0),
+    )
+    store_scalar(ending.place.index(0), query_row)
+    store_scalar(ending.place.index(1), live_rows)
+    store_scalar(ending.place.index(2), partial_row)
+    fence_async_shared()
+
     length = gl.where((length < 0) | (length > capacity), 0, length)
     splits, first_block, end_block = split_of_request(length, split, min_tokens, max_splits)
-    is_split = (splits > 1).to(gl.int32)
-    first_row = gl.program_id(0) * BLOCK_ROWS
-    part = gl.where(is_split != 0, request * partial_splits + split, request)
+    first_token = first_block * BLOCK_TOKENS
     work = Work(
-        gl.minimum(rows - first_row, BLOCK_ROWS),
-        part * rows + first_row,
-        is_split,
         first_block,
         end_block - first_block,
-        gl.minimum(length, end_block * BLOCK_TOKENS) - first_block * BLOCK_TOKENS,
+        gl.minimum(length, end_block * BLOCK_TOKENS) - first_token,
     )
     # `add_values` gets what is left, as much as its twin here: 512 in all for a thread of each.
     WORKER_REGISTERS: gl.constexpr = [88, 200, 24] if BLOCK_ROWS == 64 else [128, 176, 24]
     if first_block < end_block:
-        ring = BlockRing(
-            gl.allocate_shared_memory(
-                gl.float8e4nv, [STAGES, BLOCK_TOKENS, KV_LORA_RANK], SWIZZLED_CODES
-            ),
-            gl.allocate_shared_memory(
-                gl.bfloat16, [STAGES, BLOCK_TOKENS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
-            ),
-            gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT_SCALE),
-            new_barriers(STAGES + 1, 1),
-            new_barriers(STAGES, 2),
-        )
-        queue = WeightQueue(
-            gl.allocate_shared_memory(
-                gl.float8e4nv, [WEIGHT_SLOTS, 64, BLOCK_TOKENS], SWIZZLED_WEIGHTS
-            ),
-            gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], FLAT),
-            new_barriers(WEIGHT_SLOTS, 1),
-            new_barriers(WEIGHT_SLOTS, 2),
-        )
-        inputs = ScoreInputs(
-            gl.allocate_shared_memory(gl.float8e4nv, [64, KV_LORA_RANK], SWIZZLED_CODES),
-            gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
-            new_barriers(1, 1).index(0),
-            gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
-            gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
-        )
-        ending = Ending(
-            gl.allocate_shared_memory(gl.int32, [4, 1], FLAT),
-            gl.allocate_shared_memory(gl.int32, [1], FLAT),
-            new_barriers(1, 1).index(0),
-            gl.allocate_shared_memory(gl.float32, [64], FLAT),
-            new_barriers(1, 1).index(0),
-            new_barriers(1, 2).index(0),
-        )
-        store_scalar(ending.place.index(0), work.out_row)
-        store_scalar(ending.place.index(1), work.live_rows)
-        store_scalar(ending.place.index(2), work.is_split)
+        store_scalar(ending.place.index(3), splits)
         if CAUSAL:
-            seen_first = length - rows // heads + 1 - first_block * BLOCK_TOKENS
+            seen_first = length - rows // heads + 1 - first_token
         else:
             seen_first = work.tokens
-        store_scalar(ending.place.index(3), seen_first)
-        fence_async_shared()
+        store_scalar(ending.place.index(4), seen_first)
         # Rows behind the request's last are the next request's: computed, never stored.
-        query_row = request * rows + first_row
         mbarrier.expect(inputs.query_full, 64 * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
         load_tile(query_codes, [query_row, 0], inputs.query_full, inputs.query_codes)
         load_tile(query_rope, [query_row, 0], inputs.query_full, inputs.query_rope)
@@ -729,7 +735,7 @@ def hopper_decode_kernel(
                     weigh_blocks,
                     (
                         query_scale, lse, partial_lse, ring, queue, inputs, ending, work.blocks,
-                        query_row, work.live_rows, score_scale_log2, heads,
+                        query_row, live_rows, score_scale_log2, heads,
                         BLOCK_ROWS, CAUSAL,
                     ),
                 ),
@@ -746,7 +752,7 @@ def hopper_decode_kernel(
             WORKER_REGISTERS,
         )  # fmt: skip
     elif (split == 0) & (length == 0):
-        store_empty_rows(out, lse, work, BLOCK_ROWS)
+        store_empty_rows(out, lse, query_row, live_rows, BLOCK_ROWS)
 
 
 @gluon.jit
@@ -952,8 +958,7 @@ def launch_hopper_decode(
     split_rule: tuple[int, int],
     out: Tensor,
     lse: Tensor,
-    partial_out: Tensor | None,
-    partial_lse: Tensor | None,
+    workspace: DecodeWorkspace,
     num_splits_grid: int,
 ) -> None:
     """Attend; the arguments are valid and `why_unsupported` is None for them.
@@ -966,10 +971,9 @@ def launch_hopper_decode(
         (min_tokens, max_splits), see `stage3_dataflow.split_plan`.
     out, lse
         [batch, s_q, heads, 512], and f32 [batch, s_q, heads]: written for requests of one split.
-    partial_out, partial_lse
-        f32 [batch, splits, s_q heads, 512] and [batch, splits, s_q heads]: written for the others,
-        each split normalised, lse natural; +inf marks a split with a page id that is no page. None
-        where num_splits_grid is 1.
+    workspace
+        Where the splits' results go in between: normalised, with natural log-sum-exps, where +inf
+        marks a split with a page id that is no page.
     num_splits_grid
         Splits that the longest possible request has.
     """
@@ -977,60 +981,69 @@ def launch_hopper_decode(
     rows = s_q * heads
     page_size = cache.scale.shape[1]
     block_rows = rows_in_tile(rows)
+    grid = (-(-rows // block_rows), num_splits_grid, batch)
     capacity = min(block_table.shape[1] * page_size, LARGEST_INDEX - BLOCK_TOKENS.value)
     min_tokens, max_splits = (min(number, LARGEST_INDEX) for number in split_rule)
-    if partial_out is None or partial_lse is None:
-        partial_out = partial_lse = lse  # never written: every request has one split
-        partial_splits, max_splits = 1, 1
+    if num_splits_grid == 1:
+        partial_out = partial_lse = lse  # never written
     else:
-        partial_splits = partial_out.shape[1]
+        partial_out, partial_lse = workspace.partials(
+            batch, num_splits_grid, rows, out.shape[-1], partial_dtype(out.dtype)
+        )
+    plan = (capacity, min_tokens, max_splits, num_splits_grid)
     planes = tuple(geometry(plane) for plane in cache)
     tiles = tile_descriptors(geometry(query.codes), geometry(query.rope), *planes)
     codes, scale, rope = planes
-    arguments = (
-        tiles.query_codes,
-        tiles.query_rope,
-        tiles.codes,
-        tiles.rope,
-        cache.scale if tiles.scale is None else tiles.scale,
-        query.scale,
-        block_table,
-        cache_seqlens,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        softmax_scale * math.log2(math.e),
-        rows,
-        heads,
-        scale.shape[0],
-        codes.rows_per_page,
-        rope.rows_per_page,
-        scale.rows_per_page,
-        block_table.stride(0),
-        capacity,
-        min_tokens,
-        max_splits,
-        partial_splits,
-        page_size,
-        block_rows,
-        causal and s_q > 1,
+    launch(
+        hopper_decode_kernel,
+        grid,
+        (
+            tiles.query_codes,
+            tiles.query_rope,
+            tiles.codes,
+            tiles.rope,
+            cache.scale if tiles.scale is None else tiles.scale,
+            query.scale,
+            block_table,
+            cache_seqlens,
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            softmax_scale * math.log2(math.e),
+            rows,
+            heads,
+            scale.shape[0],
+            codes.rows_per_page,
+            rope.rows_per_page,
+            scale.rows_per_page,
+            block_table.stride(0),
+            *plan,
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "BLOCK_ROWS": block_rows,
+            "CAUSAL": causal and s_q > 1,
+        },
+        device=out.device,
+        unspecialized=UNSPECIALIZED,
+        num_warps=4,
     )
-    grid = (-(-rows // block_rows), num_splits_grid, batch)
-    # Triton's own look-up of the compiled kernel takes longer than a short decode. What it would
-    # tell apart, beside the constants: dtypes, and whether pointers are aligned.
-    key = (
-        out.device,
-        out.dtype,
-        *arguments[-3:],
-        *(part.data_ptr() % 16 == 0 for part in arguments[6:12]),
-    )
-    compiled = COMPILED.get(key)
-    if compiled is None:
-        COMPILED[key] = hopper_decode_kernel[grid](*arguments, num_warps=4)
-    else:
-        compiled[grid](*arguments)
+    if num_splits_grid > 1:
+        launch_hopper_combine(partial_out, partial_lse, cache_seqlens, out, lse, *plan[:3])
 
 
-COMPILED: dict[tuple[Any, ...], Any] = {}
-"""Kernels that have run in this process, by what their machine code depends on."""
+UNSPECIALIZED = places(
+    hopper_decode_kernel,
+    "rows", "heads", "num_pages", "codes_rows_per_page", "rope_rows_per_page",
+    "scale_rows_per_page", "table_stride", "capacity", "min_tokens", "max_splits", "partial_splits",
+)  # fmt: skip
+
+
+def partial_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """BF16 where the output is: half as much to write and read again.
+
+    Each partial result is then rounded once more, as coarsely as the output will be. Float16 has
+    not the range for it.
+    """
+    return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32

@@ -26,6 +26,7 @@ def launch(
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
     *,
+    device: torch.device | None = None,
     unspecialized: frozenset[int] = frozenset(),
     **options: Any,
 ) -> None:
@@ -34,20 +35,29 @@ def launch(
     Parameters
     ----------
     arguments
-        Tensors and numbers, the first of them a tensor on the device to run on.
+        Tensors, numbers, and TMA descriptors: of these, nothing may vary that the constants don't
+        tell.
     constants
         The kernel's constexpr parameters, which follow `arguments` in its signature, in order.
+    device
+        Where to run; by default where the first argument lies.
     unspecialized
         Places in `arguments` of integers that the kernel does not specialise on.
     """
-    device = arguments[0].device
+    device = device or arguments[0].device
     if is_interpreting() or device.type != "cuda":
         kernel[grid](*arguments, **constants, **options)
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(
-                kernel, grid, arguments, constants, unspecialized=unspecialized, **options
+                kernel,
+                grid,
+                arguments,
+                constants,
+                device=device,
+                unspecialized=unspecialized,
+                **options,
             )  # Triton launches on the current device
         return
     key: list[Any] = [id(kernel), device, *constants.values(), *options.values()]

@@ -165,6 +165,8 @@ def budgets(
             p_format=p_format,
             causal=causal,
             splits=splits,
+            # What the Hopper kernel does; the others keep float32.
+            partial_dtype=dtype if on_gpu and dtype == torch.bfloat16 else torch.float32,
             fp8_tensor_core=on_gpu and scale_format is not None,
         )
         wide = latent_attention_error(

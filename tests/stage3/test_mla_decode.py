@@ -345,6 +345,19 @@ def test_a_request_has_the_same_bits_alone_and_among_33(device, p_format, kernel
         assert_same_bits(alone, (part[own] for part in together))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wider_table_changes_no_bit(device, kernel):
+    """It has room for more splits than the requests have; they are added up as before."""
+    widths = (512, 64) if device.type == "cuda" else (32, 16)
+    case = cases(kv_lora_rank=widths[0], qk_rope_head_dim=widths[1], token_counts=(300, 70))
+    batch, rule = batch_of(case, device), SplitRule(64, 100)
+    narrow = mla_decode(*batch, split_rule=rule, kernel=kernel)
+    for columns in (100, 500):  # of 16 tokens: up to 25 splits, and 100
+        table = torch.nn.functional.pad(batch.block_table, (0, columns), value=-1)
+        wide = mla_decode(*batch._replace(block_table=table), split_rule=rule, kernel=kernel)
+        assert_same_bits(wide, narrow)
+
+
 @given(case=kernel_cases(), seed=st.integers(1, 1000), rule=split_rules)
 @settings(max_examples=5)
 def test_permuting_pages_changes_no_bit(device, case, seed, rule):

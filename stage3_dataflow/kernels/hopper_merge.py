@@ -1,0 +1,233 @@
+"""The merge of splits behind the Hopper decode kernel: partial results, weighted by their lse.
+
+A request's own number of splits decides the order of its sums, and so its bits. Requests of one
+split wrote their output themselves and are passed over. Its meaning is
+`stage2_pv_pipeline.rescaled_pv.merge_partials`.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from stage3_dataflow.kernels.gluon_api import load_words, reinterpret, thread_barrier
+from stage3_dataflow.kernels.launch_cache import launch, places
+
+BLOCK_TOKENS = gl.constexpr(64)
+"""Splits are whole blocks of so many tokens."""
+WIDTH = gl.constexpr(512)
+HALF_WIDTH = gl.constexpr(256)
+PARTIALS = gl.constexpr(64)
+"""Partial rows fetched at a time: of one row, or of several with fewer splits."""
+COPIED = gl.constexpr(4)
+"""Partial rows that a warpgroup's four warps copy side by side."""
+
+TILE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 4], [1, 0]))
+"""[rows, 256 dimensions], two dimensions a thread."""
+TILE_ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
+TILE_DIMS = gl.constexpr(gl.SliceLayout(0, TILE.value))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def split_of_request(length, split, min_tokens, max_splits):
+    """Blocks of one split of a request, from its length alone: (number of splits, first, end)."""
+    blocks = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    splits = gl.minimum((length - 1) // min_tokens + 1, max_splits)
+    blocks_a_split = gl.maximum((blocks + splits - 1) // gl.maximum(splits, 1), 1)
+    splits = (blocks + blocks_a_split - 1) // blocks_a_split
+    first = split * blocks_a_split
+    return splits, first, gl.minimum(first + blocks_a_split, blocks)
+
+
+@gluon.jit(do_not_specialize=["rows", "capacity", "min_tokens", "max_splits", "partial_splits"])
+def hopper_combine_kernel(
+    partial_out, partial_lse, cache_seqlens, out, lse, rows, capacity, min_tokens, max_splits,
+    partial_splits, MERGE_SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Merge some rows of a request that was split. Grid: (groups of rows, 2 halves, batch)."""
+    request = gl.program_id(2)
+    length = gl.load(cache_seqlens + request)
+    length = gl.where((length < 0) | (length > capacity), 0, length)
+    splits, _first, _end = split_of_request(length, 0, min_tokens, max_splits)
+    wait_for_decode()
+    if splits > 1:
+        NUMBER: gl.constexpr = rows_at_a_time(MERGE_SPLITS)
+        memory = gl.allocate_shared_memory(
+            partial_out.dtype.element_ty, [PARTIALS, HALF_WIDTH], FLAT_ROWS
+        )
+        weight_memory = gl.allocate_shared_memory(gl.float32, [PARTIALS], FLAT)
+        first = gl.program_id(0) * NUMBER
+        merge_rows(
+            out, lse, partial_out, partial_lse, memory, weight_memory, request * rows,
+            request * partial_splits * rows, rows, first, gl.minimum(first + NUMBER, rows), splits,
+            gl.program_id(1), MERGE_SPLITS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def wait_for_decode():
+    """Return once the decode kernel's writes are there: this one may start while that one ends."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def rows_at_a_time(merge_splits):
+    """Rows whose partials are fetched at a time."""
+    return max(PARTIALS.value // merge_splits, 1)
+
+
+@gluon.jit
+def merge_rows(
+    out, lse, partial_out, partial_lse, memory, weight_memory, out_row, partial_row, rows, first,
+    end, splits, half, MERGE_SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Merge rows from `first` and before `end`, 256 dimensions of each; four warps.
+
+    Loops, not unrolled: a multiprocessor runs this once, and fetching an instruction for the first
+    time takes longer than executing it. The partials come through shared memory, where no registers
+    limit how many are on their way.
+
+    Parameters
+    ----------
+    memory, weight_memory
+        Shared: 64 x 256 partials, and 64 float32.
+    out_row, partial_row
+        The tile's first row in `out`, and in the request's first partial.
+    rows
+        Of the request: from one split's partial to the next one's.
+    half
+        Which 256 of the 512 dimensions.
+    MERGE_SPLITS
+        A power of two from 4; no request has more splits, or it is 128. The sums are the same
+        whatever it is.
+    """
+    CHUNK: gl.constexpr = MERGE_SPLITS if MERGE_SPLITS < PARTIALS else PARTIALS
+    CHUNKED: gl.constexpr = MERGE_SPLITS > PARTIALS
+    NUMBER: gl.constexpr = PARTIALS // CHUNK
+    UNROLL: gl.constexpr = 4 // NUMBER if NUMBER < 4 else 1  # so that whole copies are summed
+    LANES: gl.constexpr = CHUNK if CHUNK < 32 else 32
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, PLACES)
+    values = reinterpret(
+        memory, partial_out.dtype.element_ty, [CHUNK, NUMBER, HALF_WIDTH], FLAT_ROWS
+    )
+    weights = reinterpret(weight_memory, gl.float32, [CHUNK, NUMBER], FLAT)
+    for start in range(first, end, NUMBER):
+        row = start + gl.arange(0, NUMBER, BY_ROW)
+        place = partial_row + gl.minimum(row, end - 1)
+        row_max = gl.full([NUMBER], float("-inf"), gl.float32, BY_ROW)
+        total = gl.zeros([NUMBER], gl.float32, BY_ROW)
+        bad_page = gl.zeros([NUMBER], gl.int32, BY_ROW)
+        merged = gl.zeros([NUMBER, HALF_WIDTH], gl.float32, TILE)
+        for base in range(0, splits if CHUNKED else 1, CHUNK):
+            thread_barrier()  # what was in memory has been read
+            count = gl.minimum((splits - base + UNROLL - 1) // UNROLL * UNROLL, CHUNK)
+            copy_partials(
+                partial_out, memory, partial_row, start, end, rows, base, splits, half, count,
+                NUMBER,
+            )  # fmt: skip
+            split = base + gl.arange(0, CHUNK, gl.SliceLayout(0, PLACES))
+            address = partial_lse + (gl.minimum(split, splits - 1) * rows)[None, :] + place[:, None]
+            lses = gl.where((split < splits)[None, :], gl.load(address), float("-inf"))
+            bad_page |= gl.max((lses == float("inf")).to(gl.int32), 1)
+            lses = gl.where(lses == float("inf"), float("-inf"), lses)
+            new_max = gl.maximum(row_max, gl.max(lses, 1))
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+            weight = gl.exp(lses - shift[:, None])
+            weight_memory.store(weight.permute((1, 0)).reshape([PARTIALS]))
+            if CHUNKED:
+                ratio = gl.exp(row_max - shift)
+                total = total * ratio + gl.sum(weight, 1)
+                merged = merged * gl.convert_layout(ratio, TILE_ROWS)[:, None]
+                row_max = new_max
+            else:
+                total, row_max = gl.sum(weight, 1), shift
+            async_copy.wait_group(0)
+            thread_barrier()
+            for i in range(0, count, UNROLL):
+                for j in gl.static_range(UNROLL):
+                    factor = weights.index(i + j).load(TILE_ROWS)[:, None]
+                    value = values.index(i + j).load(TILE).to(gl.float32)
+                    # Of a split that saw no token, whatever stands there.
+                    merged = merged + factor * gl.where(factor == 0.0, 0.0, value)
+        empty = (total == 0.0) | (bad_page > 0)
+        if half == 0:
+            row_lse = gl.where(empty, float("-inf"), row_max + gl.log(total))
+            gl.store(lse + out_row + row, row_lse, mask=row < end)
+        inverse = gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), TILE_ROWS)[:, None]
+        merged = gl.where(inverse == 0.0, 0.0, merged * inverse)  # behind a bad page, anything
+        row = start + gl.arange(0, NUMBER, TILE_ROWS)
+        dim = half * HALF_WIDTH + gl.arange(0, HALF_WIDTH, TILE_DIMS)
+        address = out + out_row.to(gl.int64) * WIDTH + (row[:, None] * WIDTH + dim[None, :])
+        gl.store(address, merged.to(out.dtype.element_ty), mask=(row < end)[:, None])
+
+
+@gluon.jit
+def copy_partials(
+    partial_out, memory, partial_row, first_row, end, rows, first_split, splits, half, count,
+    NUMBER: gl.constexpr,
+):  # fmt: skip
+    """Start copying partial rows: of `count` splits in turn, `NUMBER` rows.
+
+    Behind the last row and the last split the last ones are copied again, with weights of zero:
+    what nobody wrote is never read.
+    """
+    DTYPE: gl.constexpr = partial_out.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 128 // DTYPE.primitive_bitwidth], [1, 32], [COPIED, 1], [1, 0]
+    )
+    target = reinterpret(memory, DTYPE, [PARTIALS // COPIED, COPIED, HALF_WIDTH], FLAT_ROWS)
+    dim = half * HALF_WIDTH + gl.arange(0, HALF_WIDTH, gl.SliceLayout(0, LAYOUT))
+    for i in range(count * NUMBER // COPIED):
+        place = i * COPIED + gl.arange(0, COPIED, gl.SliceLayout(1, LAYOUT))
+        split = gl.minimum(first_split + place // NUMBER, splits - 1)
+        row = partial_row + split * rows + gl.minimum(first_row + place % NUMBER, end - 1)
+        address = partial_out + row.to(gl.int64)[:, None] * WIDTH + dim[None, :]
+        load_words(target.index(i), address)
+    async_copy.commit_group()
+
+
+UNSPECIALIZED = places(
+    hopper_combine_kernel, "rows", "capacity", "min_tokens", "max_splits", "partial_splits"
+)
+
+
+def launch_hopper_combine(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    cache_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    capacity: int,
+    min_tokens: int,
+    max_splits: int,
+) -> None:
+    """Merge the partials of requests that were split.
+
+    Parameters
+    ----------
+    partial_out, partial_lse
+        [batch, splits, rows, 512], BF16 or f32, and f32 [batch, splits, rows].
+    cache_seqlens
+        Int32 [batch]: they say how many splits a request has.
+    out, lse
+        [batch, s_q, heads, 512] and f32 [batch, s_q, heads], rows being s_q heads.
+    capacity, min_tokens, max_splits
+        Longest length that counts as one, and the split rule.
+    """
+    batch, partial_splits, rows = partial_lse.shape
+    merge_splits = next((number for number in (4, 8, 16, 32, 64) if partial_splits <= number), 128)
+    plan = (capacity, min_tokens, max_splits, partial_splits)
+    launch(
+        hopper_combine_kernel,
+        (-(-rows // rows_at_a_time(merge_splits)), 2, batch),
+        (partial_out, partial_lse, cache_seqlens, out, lse, rows, *plan),
+        {"MERGE_SPLITS": merge_splits},
+        unspecialized=UNSPECIALIZED,
+        num_warps=4,
+        launch_pdl=True,  # what comes before `wait_for_decode` may overlap the decode's end
+    )
