@@ -100,19 +100,22 @@ def parse_shape(text: str) -> Shape:
     return equal_shape(*numbers)
 
 
-def ragged_shapes(batch: int, heads: int, longest: int = RAGGED_LONGEST) -> tuple[Shape, Shape]:
-    """Lengths drawn log-uniformly from 1 to `longest`, and the same total in equal lengths."""
+def ragged_shapes(
+    batch: int, heads: int, longest: int = RAGGED_LONGEST
+) -> tuple[Shape, Shape, Shape]:
+    """Lengths drawn log-uniformly from 1 to `longest`; longest first; as many in equal lengths."""
     draw = random.Random(0)
     lengths = [round(math.exp(draw.uniform(0.0, math.log(longest)))) for _ in range(batch)]
     total = sum(lengths)
     equal = [total // batch + (place < total % batch) for place in range(batch)]
     return (
         Shape(tuple(lengths), heads, label=f"{batch},{heads},ragged"),
+        Shape(tuple(sorted(lengths, reverse=True)), heads, label=f"{batch},{heads},sorted"),
         Shape(tuple(equal), heads, label=f"{batch},{heads},equal"),
     )
 
 
-Kind = Literal["q-quant", "k-append", "fetch-dequant", "decode", "mla_decode"]
+Kind = Literal["q-quant", "k-append", "writes", "fetch-dequant", "decode", "mla_decode"]
 CacheFormat = Literal["fp8", "bf16", "fp8 per tensor"]
 
 
@@ -168,6 +171,14 @@ def count_work(kind: Kind, shape: Shape, cache: CacheFormat = "fp8", page_size: 
                 "slots": query_tokens * 8,
                 "tokens out": query_tokens * token["fp8"],
             },
+        )
+    if kind == "writes":
+        query = count_work("q-quant", shape, page_size=page_size).bytes
+        tokens = count_work("k-append", shape, page_size=page_size).bytes
+        return Work(
+            flops={},
+            bytes={f"q-quant, {term}": size for term, size in query.items()}
+            | {f"k-append, {term}": size for term, size in tokens.items()},
         )
     if kind == "fetch-dequant":
         return Work(

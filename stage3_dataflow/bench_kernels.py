@@ -149,6 +149,7 @@ def suggested_rule(shape: Shape, processors: int) -> SplitRule:
         shape.tokens // shape.batch,
         processors=processors,
         longest=max(shape.lengths),
+        longest_first=list(shape.lengths) == sorted(shape.lengths, reverse=True),
     )
 
 
@@ -162,7 +163,8 @@ def available_kernels(case: Case) -> list[Kernel]:
 
 def implementations(case: Case, processors: int) -> list[Implementation]:
     """Everything of this library that a case can run, in the order of the rows."""
-    found = [_q_quant(case), _k_append(case), _fetch_dequant(case)]
+    writes = [_q_quant(case), _k_append(case)]
+    found = [*writes, _both(*writes), _fetch_dequant(case)]
     suggested = suggested_rule(case.shape, processors)
     rules = {"": suggested, FIXED: DEFAULT_SPLIT_RULE}
     kernels = available_kernels(case)
@@ -213,6 +215,16 @@ def _k_append(case: Case) -> Implementation:
         return relative_error(torch.cat(rows, dim=-1), exact), rounding_rms(torch.float8_e4m3fn)
 
     return Implementation("k-append", "k-append", "fp8", call, error)
+
+
+def _both(q_quant: Implementation, k_append: Implementation) -> Implementation:
+    """Take together what a decode step writes before it attends: one graph."""
+
+    def call() -> None:
+        q_quant.call()
+        k_append.call()
+
+    return Implementation("q-quant and k-append", "writes", "fp8", call, q_quant.error)
 
 
 def _fetch_dequant(case: Case) -> Implementation:

@@ -78,6 +78,7 @@ def suggest_split_rule(
     *,
     processors: int,
     longest: int | None = None,
+    longest_first: bool = False,
     block_rows: int = 64,
 ) -> SplitRule:
     """Choose a rule that fills `processors` for a batch of requests about `length` tokens long.
@@ -96,6 +97,11 @@ def suggest_split_rule(
         Cached tokens of the longest request. Where it is well above the mean, requests are cut so
         that no split holds more than a quarter of a processor's share of all tokens: the longest
         would otherwise go on alone.
+    longest_first
+        Whether requests stand in the batch in this order. Programs take them up as they stand, so
+        a split may then be as long as a whole share, and the short ones fill the gaps at the end:
+        there are fewer partial results. Measured on an H200, 64 requests of 1 to 107,008 tokens
+        with 128 heads: 331 microseconds against 392; equal lengths take 301.
     block_rows
         Rows that one program attends.
     """
@@ -103,6 +109,7 @@ def suggest_split_rule(
     if longest is not None and longest > 1.25 * length:
         share = batch * length * tiles / processors
         tokens = max(MIN_RAGGED_TOKENS, math.ceil(share / 4 / SPLIT_GRANULE) * SPLIT_GRANULE)
-        return SplitRule(min_tokens=tokens, max_splits=-(-longest // tokens))
+        largest = max(math.ceil(share), tokens) if longest_first else tokens
+        return SplitRule(min_tokens=tokens, max_splits=-(-longest // largest))
     splits = max(1, processors // max(batch * tiles, 1))
     return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)

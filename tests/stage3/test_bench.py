@@ -128,7 +128,8 @@ def test_rates_divide_work_by_the_median():
 
 @given(batch=st.integers(1, 70), heads=st.integers(1, 128), longest=st.integers(64, 200_000))
 def test_ragged_and_equal_lengths_have_the_same_total(batch, heads, longest):
-    ragged, equal = ragged_shapes(batch, heads, longest)
+    ragged, longest_first, equal = ragged_shapes(batch, heads, longest)
+    assert sorted(ragged.lengths, reverse=True) == list(longest_first.lengths)
     assert ragged.tokens == equal.tokens and ragged.batch == equal.batch == batch
     assert 1 <= min(ragged.lengths) and max(ragged.lengths) <= longest
     assert max(equal.lengths) - min(equal.lengths) <= 1
@@ -196,6 +197,7 @@ def test_every_row_is_checked_and_timed_on_the_path_that_ran(twins):
     assert [row["kernel"] for row in shape["rows"]] == [
         "q-quant",
         "k-append",
+        "q-quant and k-append",
         "fetch-dequant",
         "fp8 portable",
         "fp8 portable, fixed splits",
@@ -218,7 +220,12 @@ def test_the_kernels_own_code_runs_through_the_interpreter():
     benchmark = KernelBenchmark(CPU, repeats=1, only=("k-append", "fp8 portable,", "q-quant"))
     report = benchmark.run({"shapes": [equal_shape(1, 2, 20)]}, no_report)
     rows = {row["kernel"]: row for row in report["shapes"][0]["rows"]}
-    assert set(rows) == {"k-append", "fp8 portable, fixed splits", "q-quant"}
+    assert set(rows) == {
+        "k-append",
+        "fp8 portable, fixed splits",
+        "q-quant",
+        "q-quant and k-append",
+    }
     assert {row["path"] for row in rows.values()} == {"interpreter"}
     assert not failures(report, ["shapes"])
 

@@ -114,17 +114,25 @@ def test_workspace_bytes_are_what_a_decode_takes(batch, s_q, heads, capacity, ru
     lengths=st.lists(st.integers(1, 131072), min_size=1, max_size=64),
     rows=st.integers(1, 256),
     processors=st.integers(1, 200),
+    longest_first=st.booleans(),
 )
-def test_a_ragged_batch_has_no_split_above_a_quarter_of_a_processors_share(
-    lengths, rows, processors
+def test_a_ragged_batch_has_no_split_above_its_part_of_a_processors_share(
+    lengths, rows, processors, longest_first
 ):
+    """A quarter; the whole of it where the longest requests start first."""
     mean, longest = sum(lengths) // len(lengths), max(lengths)
     rule = suggest_split_rule(
-        len(lengths), rows, max(mean, 1), processors=processors, longest=longest
+        len(lengths),
+        rows,
+        max(mean, 1),
+        processors=processors,
+        longest=longest,
+        longest_first=longest_first,
     )
     if longest <= 1.25 * mean:
         return
     tiles = -(-rows // 64)
     share = len(lengths) * mean * tiles / processors
     largest = max(end - start for length in lengths for start, end in splits_for(length, rule))
-    assert largest <= max(MIN_RAGGED_TOKENS, share / 4 + SPLIT_GRANULE) + SPLIT_GRANULE
+    part = share if longest_first else share / 4
+    assert largest <= max(MIN_RAGGED_TOKENS, part + SPLIT_GRANULE) + SPLIT_GRANULE
