@@ -19,6 +19,10 @@ ends follows from which pages it has; it is not "its length less s_q - 1 + i". W
 see, up to the last whole page, is one call without a causal mask; the few tokens after that are one
 more, in which every query token is a request with a length of its own.
 
+**What runs.** Stage 3 on a GPU finds the local pages in one kernel and merges in another: a handful
+of launches beside attention, for a table of any width. Elsewhere plain PyTorch does the same
+(`local_pages`, `local_length`, `merge_partials`); these are the kernels' twins.
+
 Everything outside attention every rank computes whole and alike; so a rank needs all weights, and
 `tensor_parallel.py` is the way to split these.
 
@@ -44,7 +48,12 @@ from stage0_reference.latent_cache import LatentRows, check_table
 from stage0_reference.model_config import ModelConfig
 from stage0_reference.page_allocator import pages_for
 from stage2_pv_pipeline.rescaled_pv import merge_partials
+from stage3_dataflow.arguments import check_tensor
+from stage3_dataflow.decode import decode_quantized
+from stage3_dataflow.execution_path import which_path
+from stage3_dataflow.fused_writes import quantize_q
 from stage3_dataflow.rank_group import Ranks, require_same
+from stage3_dataflow.triton_backend import FusedBackend
 
 
 class LocalPages(NamedTuple):
@@ -174,8 +183,12 @@ class ContextParallelBackend:
         partial = self.attend_local(
             q_latent, q_rope, cache, block_table, cache_seqlens, softmax_scale, causal=causal
         )
-        out, lse = merge_over_ranks(self.ranks, partial)
-        return AttentionOutput(out.to(q_latent.dtype), lse)
+        by_kernel = self._runs_kernels(q_latent.device)
+        return merge_over_ranks(self.ranks, partial, q_latent.dtype, by_kernel=by_kernel)
+
+    def _runs_kernels(self, device: torch.device) -> bool:
+        """Whether stage 3's kernels run; stages before it are plain PyTorch on any device."""
+        return self.stage == 3 and which_path(device).name != "pytorch"
 
     def attend_local(
         self,
@@ -192,45 +205,106 @@ class ContextParallelBackend:
         pages_per_rank, page_size = cache[0].shape[:2]
         if block_table.device.type == "cpu":
             check_table(block_table, cache_seqlens, pages_per_rank * self.ranks.size, page_size)
-        pages = local_pages(block_table, cache_seqlens, self.ranks, pages_per_rank, page_size)
-        wide = accumulation_dtype(q_latent.dtype)  # a partial result is not rounded
-        q_latent, q_rope = q_latent.to(wide), q_rope.to(wide)
-        batch, s_q = q_latent.shape[:2]
-        if s_q == 1 or not causal or block_table.shape[1] == 0:
-            lengths = local_length(pages, cache_seqlens, page_size)
-            return self.inner.attend(
-                q_latent, q_rope, cache, pages.block_table, lengths, softmax_scale, causal=False
+        s_q = q_latent.shape[1]
+        queries = s_q if causal and block_table.shape[1] else 1  # with different visible lengths
+        local_table, lengths = self._local_table(
+            block_table, cache_seqlens, queries, pages_per_rank, page_size
+        )
+        if queries == 1:
+            return self._attend_all(
+                q_latent, q_rope, cache, local_table, lengths[:, 0], softmax_scale
             )
 
-        offset = torch.arange(1, s_q + 1, device=cache_seqlens.device) - s_q
-        visible = cache_seqlens[:, None] + offset  # [batch, s_q], of all ranks' tokens
-        lengths = local_length(pages, visible, page_size)  # [batch, s_q]
         shared_pages = lengths[:, 0] // page_size  # whole ones that the first query sees
-        shared = self.inner.attend(
-            q_latent,
-            q_rope,
-            cache,
-            pages.block_table,
-            shared_pages * page_size,
-            softmax_scale,
-            causal=False,
+        shared = self._attend_all(
+            q_latent, q_rope, cache, local_table, shared_pages * page_size, softmax_scale
         )
         # At most the rest of a page and s_q - 1 tokens more are left for the last query.
-        columns = torch.arange(pages_for(page_size + s_q - 2, page_size), device=visible.device)
+        columns = torch.arange(pages_for(page_size + s_q - 2, page_size), device=lengths.device)
         at = (shared_pages[:, None] + columns).clamp(max=block_table.shape[1] - 1)
-        table = pages.block_table.gather(1, at)
-        rest = self.inner.attend(
+        table = local_table.gather(1, at)
+        rest = self._attend_all(
             q_latent.flatten(0, 1)[:, None],  # every query token is a request
             q_rope.flatten(0, 1)[:, None],
             cache,
             table.repeat_interleave(s_q, dim=0),
             (lengths - (shared_pages * page_size)[:, None]).flatten(),
             softmax_scale,
-            causal=False,
         )
-        return merge_partials(
+        return merge(
             torch.stack((shared.out, rest.out.view_as(shared.out))),
             torch.stack((shared.lse, rest.lse.view_as(shared.lse))),
+            shared.out.dtype,
+            by_kernel=self._runs_kernels(q_latent.device),
+        )
+
+    def _local_table(
+        self,
+        block_table: Int[Tensor, "batch max_pages"],
+        cache_seqlens: Int[Tensor, " batch"],
+        queries: int,
+        pages_per_rank: int,
+        page_size: int,
+    ) -> tuple[Int[Tensor, "batch max_pages"], Int[Tensor, "batch queries"]]:
+        """Local page ids, and how many local tokens each of a request's last queries sees."""
+        if not self._runs_kernels(block_table.device):
+            pages = local_pages(block_table, cache_seqlens, self.ranks, pages_per_rank, page_size)
+            offset = torch.arange(1 - queries, 1, device=cache_seqlens.device)
+            visible = cache_seqlens[:, None] + offset
+            return pages.block_table, local_length(pages, visible, page_size)
+
+        from stage3_dataflow.kernels.launch_ranks import launch_local_pages
+
+        device, int32 = block_table.device, (torch.int32,)
+        check_tensor("block_table", block_table, int32, ("batch", "max_pages"))
+        check_tensor("cache_seqlens", cache_seqlens, int32, (len(block_table),), device=device)
+        table = torch.empty_like(block_table, memory_format=torch.contiguous_format)
+        lengths = table.new_empty(len(table), queries)
+        launch_local_pages(
+            block_table,
+            cache_seqlens,
+            table,
+            lengths,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+            pages_per_rank=pages_per_rank,
+            page_size=page_size,
+        )
+        return table, lengths
+
+    def _attend_all(
+        self,
+        q_latent: Float[Tensor, "batch s_q heads kv_lora_rank"],
+        q_rope: Float[Tensor, "batch s_q heads qk_rope_head_dim"],
+        cache: LayerCache,
+        local_table: Int[Tensor, "batch max_pages"],
+        lengths: Int[Tensor, " batch"],
+        softmax_scale: float,
+    ) -> AttentionOutput:
+        """Attend over local keys, all visible, and do not round the result to the query's dtype."""
+        inner = self.inner
+        if isinstance(inner, FusedBackend):  # its query is quantised: no need to widen it first
+            return decode_quantized(
+                quantize_q(q_latent, q_rope, scale_format=inner.scale_format),
+                cache,
+                local_table,
+                lengths,
+                softmax_scale,
+                causal=False,
+                out_dtype=torch.float32,
+                p_format=inner.p_format,
+                split_rule=inner.split_rule,
+                workspace=inner._workspace(q_latent.device),
+            )
+        wide = accumulation_dtype(q_latent.dtype)
+        return inner.attend(
+            q_latent.to(wide),
+            q_rope.to(wide),
+            cache,
+            local_table,
+            lengths,
+            softmax_scale,
+            causal=False,
         )
 
     def read_prefix(
@@ -274,10 +348,32 @@ class ContextParallelBackend:
         return inner + (self.ranks.size + 4) * partial  # gathered; two kept, stacked and merged
 
 
-def merge_over_ranks(ranks: Ranks, partial: AttentionOutput) -> AttentionOutput:
+def merge_over_ranks(
+    ranks: Ranks, partial: AttentionOutput, out_dtype: torch.dtype, *, by_kernel: bool = False
+) -> AttentionOutput:
     """Join the ranks' attention over disjoint keys, in the order of ranks, with one gather."""
     if ranks.size == 1:
-        return partial
+        return AttentionOutput(partial.out.to(out_dtype), partial.lse)
     joined = torch.cat((partial.out, partial.lse[..., None].to(partial.out.dtype)), dim=-1)
     gathered = ranks.gather(joined)  # [ranks, batch, s_q, heads, width + 1]
-    return merge_partials(gathered[..., :-1], gathered[..., -1])
+    return merge(gathered[..., :-1], gathered[..., -1], out_dtype, by_kernel=by_kernel)
+
+
+def merge(
+    outs: Float[Tensor, "parts batch s_q heads width"],
+    lses: Float[Tensor, "parts batch s_q heads"],
+    out_dtype: torch.dtype,
+    *,
+    by_kernel: bool,
+) -> AttentionOutput:
+    """`merge_partials` with `out` rounded to `out_dtype`; the kernel takes float32 parts."""
+    if not by_kernel:
+        out, lse = merge_partials(outs, lses)
+        return AttentionOutput(out.to(out_dtype), lse)
+
+    from stage3_dataflow.kernels.launch_ranks import launch_merge_ranks
+
+    out = torch.empty(outs.shape[1:], dtype=out_dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)
+    launch_merge_ranks(outs, lses, out, lse)
+    return AttentionOutput(out, lse)

@@ -20,6 +20,7 @@ from stage0_reference.absorbed_backend import AbsorbedBackend
 from stage0_reference.attention_backend import AttentionBackend, load_backend
 from stage0_reference.generation import TextGenerator
 from stage0_reference.latent_attention import AttentionOutput, latent_attention
+from stage0_reference.page_allocator import pages_for
 from stage0_reference.pretrained import load_decoder, shipped_checkpoint
 from stage0_reference.sampling import SamplingParams
 from stage0_reference.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ from stage3_dataflow.context_parallel import (
     ContextParallelBackend,
     local_length,
     local_pages,
+    merge,
     merge_over_ranks,
 )
 from stage3_dataflow.triton_backend import Bf16KernelBackend, FusedBackend
@@ -45,11 +47,13 @@ from tests.stage3.cached_requests import (
     Operands,
     as_bytes,
     assert_same_bits,
+    meets_nan,
     operands_of,
     poison,
 )
 from tests.stage3.ranks import ROOT, ThreadRanks, errors_on_threads, on_threads
-from tests.strategies import DecodeCase, decode_cases, kernel_cases
+from tests.stage3.test_combine import merge_error as partials_error
+from tests.strategies import DecodeCase, decode_cases, kernel_cases, seeds
 
 pytestmark = pytest.mark.stage3
 
@@ -224,7 +228,7 @@ def test_ranks_attend_like_one_through_the_library(case, size, causal, fp8):
         assert_library_attends(case, size, causal, fp8)
 
 
-def assert_library_attends(case, size, causal, fp8, make=None):
+def assert_library_attends(case, size, causal, fp8):
     scale_format = FusedBackend().scale_format if fp8 else None
     operands = operands_of(case, scale_format)
 
@@ -233,26 +237,28 @@ def assert_library_attends(case, size, causal, fp8, make=None):
         wide = latent_attention_error(*own[:4], scale, dtype=torch.float64, causal=False)
         return AttentionError(kernel.out + wide.out, kernel.lse + wide.lse)
 
-    make = make or (FusedBackend if fp8 else Bf16KernelBackend)
+    make = FusedBackend if fp8 else Bf16KernelBackend
     assert_ranks_attend(case, size, causal, make, operands, part_error)
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-def test_ranks_attend_like_one_through_the_kernels(fp8):
-    """The kernels' own code; one rank at a time, since Triton's interpreter has global state."""
-    alone = threading.Lock()
+def test_ranks_attend_like_one_through_the_kernels(fp8, monkeypatch):
+    """The kernels' own code, a launch at a time: Triton's interpreter has global state."""
+    from stage3_dataflow.kernels import launch, launch_ranks
 
-    class OneAtATime(FusedBackend if fp8 else Bf16KernelBackend):
-        def attend(self, *arguments, **choices):
-            with alone:
-                return super().attend(*arguments, **choices)
+    alone, launched = threading.Lock(), set()
 
-        def append(self, *arguments):
-            with alone:
-                super().append(*arguments)
+    def launch_alone(kernel, *arguments, real=launch.launch, **choices):
+        with alone:
+            launched.add(kernel.fn.__name__)
+            real(kernel, *arguments, **choices)
 
-    case = DecodeCase(**(vars(CASE) | {"token_counts": (70, 3), "s_q": 2, "dtype": torch.bfloat16}))
-    assert_library_attends(case, 2, True, fp8, OneAtATime)
+    for module in (launch, launch_ranks):
+        monkeypatch.setattr(module, "launch", launch_alone)
+    for changed in ({"token_counts": (70, 3), "s_q": 2}, {"token_counts": (40, 0, 17), "s_q": 1}):
+        case = DecodeCase(**(vars(CASE) | changed | {"dtype": torch.bfloat16}))
+        assert_library_attends(case, 2, True, fp8)
+    assert {"local_pages_kernel", "merge_ranks_kernel"} <= launched
 
 
 # Identities
@@ -304,7 +310,8 @@ def test_the_merge_is_stage_2s_in_the_order_of_ranks(size, seed, empty):
         lses[empty], outs[empty] = -torch.inf, 0.0
 
     def program(ranks):
-        return merge_over_ranks(ranks, AttentionOutput(outs[ranks.rank], lses[ranks.rank]))
+        partial = AttentionOutput(outs[ranks.rank], lses[ranks.rank])
+        return merge_over_ranks(ranks, partial, torch.float32)
 
     for result in on_threads(size, program):
         if size == 1:
@@ -408,6 +415,168 @@ def test_a_length_that_the_table_cannot_hold_makes_the_request_empty():
     )
     assert pages.readable.tolist() == [True, False, False]
     assert local_length(pages, lengths, 4).tolist() == [4, 0, 0]
+
+
+# Kernels
+
+
+def tables_and_lengths(data, size, page_size, pages_per_rank, max_pages):
+    """Requests whose pages or length are bad or fine: a table row of either, and a length."""
+    pool = pages_per_rank * size
+    batch = data.draw(st.integers(1, 4))
+    stream = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    table = torch.randint(0, pool, (batch, max_pages), generator=stream, dtype=torch.int32)
+    capacity = max_pages * page_size
+    lengths = []
+    for row in table:
+        bad = st.tuples(
+            st.integers(0, max_pages - 1), st.sampled_from((-1, -size, pool, 2**31 - 1))
+        )
+        for column, page in data.draw(st.lists(bad, max_size=1)):
+            row[column] = page
+        edges = (0, 1, capacity - 1, capacity, capacity + 1, -1, 2**31 - 1, -(2**31))
+        lengths.append(data.draw(st.sampled_from(edges) | st.integers(0, capacity)))
+    return table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def assert_finds_what_its_twins_find(
+    device, table, seqlens, *, size, pages_per_rank, page_size, queries
+):
+    """On every rank the same lengths, and the same local table as far as they reach."""
+    from stage3_dataflow.kernels.launch_ranks import launch_local_pages
+
+    wide = torch.nn.functional.pad(table, (0, 3), value=-7)  # rows further apart
+    visible = seqlens.long()[:, None] + torch.arange(1 - queries, 1)
+    for rank in range(size):
+        pages = local_pages(table, seqlens, ThreadRanks(rank, size), pages_per_rank, page_size)
+        expected = local_length(pages, visible, page_size)
+        local_table = torch.full(table.shape, -9, dtype=torch.int32, device=device)
+        lengths = torch.full((len(table), queries), -9, dtype=torch.int32, device=device)
+        launch_local_pages(
+            wide.to(device)[:, : table.shape[1]],
+            seqlens.to(device),
+            local_table,
+            lengths,
+            rank=rank,
+            ranks=size,
+            pages_per_rank=pages_per_rank,
+            page_size=page_size,
+        )
+        assert_same_bits([lengths.cpu()], [expected])
+        for row, twin, length in zip(
+            local_table.cpu(), pages.block_table, expected[:, -1].tolist(), strict=True
+        ):
+            used = pages_for(length, page_size)
+            assert torch.equal(row[:used], twin[:used])
+
+
+@given(
+    data=st.data(),
+    size=st.integers(1, 5),
+    page_size=st.sampled_from((1, 3, 16, 64)),
+    pages_per_rank=st.integers(1, 40),
+    max_pages=st.integers(1, 40),
+    queries=st.integers(1, 4),
+)
+@settings(max_examples=40)
+def test_the_kernel_finds_its_twins_pages_and_lengths(
+    device, data, size, page_size, pages_per_rank, max_pages, queries
+):
+    table, seqlens = tables_and_lengths(data, size, page_size, pages_per_rank, max_pages)
+    sizes = {"size": size, "pages_per_rank": pages_per_rank, "page_size": page_size}
+    assert_finds_what_its_twins_find(device, table, seqlens, **sizes, queries=queries)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 4097])
+def test_the_kernel_counts_on_from_block_to_block(device, beyond):
+    """Tables of about one block and of more than two, full; a bad page early, late, or none."""
+    from stage3_dataflow.kernels.launch_ranks import LOCAL_COLUMNS
+
+    columns = LOCAL_COLUMNS + beyond
+    table = torch.randint(0, 30, (4, columns), dtype=torch.int32)
+    table[1, 0], table[2, -1], table[3, -1] = -1, 30, 30
+    seqlens = torch.tensor([3, 3, 3, 3], dtype=torch.int32) * columns
+    seqlens[3] -= 3  # the bad page is behind this one
+    sizes = {"size": 3, "pages_per_rank": 10, "page_size": 3}
+    assert_finds_what_its_twins_find(device, table, seqlens, **sizes, queries=2)
+
+
+def test_the_kernel_writes_local_pages_and_nothing_else(device):
+    """Rank 1 of two has pages 3 and 5 of the first request, whose length needs four columns."""
+    from stage3_dataflow.kernels.launch_ranks import launch_local_pages
+
+    table = torch.tensor([[3, 0, 5, 2, 7, 7], [1, 8, 1, 1, 1, 1]], dtype=torch.int32, device=device)
+    local_table, lengths = torch.full_like(table, -9), table.new_full((2, 2), -9)
+    seqlens = table.new_tensor([13, 24])  # page 8 is outside the pool of eight
+    launch_local_pages(
+        table, seqlens, local_table, lengths, rank=1, ranks=2, pages_per_rank=4, page_size=4
+    )
+    assert lengths.tolist() == [[8, 8], [0, 0]]
+    assert local_table[0].tolist() == [1, 2, -9, -9, -9, -9]
+
+
+def merge_by_kernel(outs, lses, dtype, device):
+    """Parts as they lie in what was gathered, [parts, rows, width + 1]."""
+    gathered = torch.cat((outs, lses[..., None]), dim=-1).to(device)
+    parts = gathered[..., :-1], gathered[..., -1]
+    return AttentionOutput(*(x.cpu() for x in merge(*parts, dtype, by_kernel=True)))
+
+
+@given(
+    size=st.integers(2, 8),
+    rows=st.integers(1, 3),
+    width=st.sampled_from((24, 32, 64)),
+    spread=st.sampled_from((0.0, 3.0, 80.0, 1e4)),
+    empty=st.sampled_from((0.0, 0.4)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    seed=seeds(),
+)
+@settings(max_examples=25)
+def test_the_kernels_merge_is_stage_2s_within_rounding(
+    device, size, rows, width, spread, empty, dtype, seed
+):
+    stream = torch.Generator().manual_seed(seed)
+    outs = torch.randn(size, 1, 1, rows, width, generator=stream)
+    lses = spread * torch.randn(size, 1, 1, rows, generator=stream)
+    absent = torch.rand(lses.shape, generator=stream) < empty
+    lses[absent], outs[absent] = -torch.inf, torch.nan  # and what stands there is not read
+    result = merge_by_kernel(outs, lses, dtype, device)
+    assert result.out.dtype == dtype
+    exact = merge_partials(outs.double(), lses.double())
+    for row in range(rows):
+        values = outs[:, 0, 0, row].masked_fill(absent[:, 0, 0, row, None], 0.0)
+        error = partials_error(values, lses[:, 0, 0, row])
+        off = error.out[0]
+        if dtype != torch.float32:
+            off = off + rounding_error(exact.out[0, 0, row].abs() + off, dtype)
+        if bool(absent[..., row].all()):
+            off = torch.zeros_like(off)
+        assert_within(result.out[0, 0, row], exact.out[0, 0, row], off)
+        assert_within(result.lse[0, 0, row : row + 1], exact.lse[0, 0, row : row + 1], error.lse)
+
+
+@given(size=st.integers(2, 5), owner=st.integers(0, 4), seed=seeds())
+@settings(max_examples=10)
+def test_the_kernels_merge_with_empty_parts_changes_no_bit(device, size, owner, seed):
+    stream = torch.Generator().manual_seed(seed)
+    outs = torch.full((size, 2, 1, 3, 32), torch.nan)
+    lses = torch.full((size, 2, 1, 3), -torch.inf)
+    nothing = merge_by_kernel(outs, lses, torch.float32, device)
+    assert_same_bits(nothing, (torch.zeros(2, 1, 3, 32), lses[0]))
+    owner = owner % size
+    outs[owner] = torch.randn(outs[0].shape, generator=stream)
+    lses[owner] = 30.0 * torch.randn(lses[0].shape, generator=stream)
+    result = merge_by_kernel(outs, lses, torch.float32, device)
+    assert_same_bits(result, (outs[owner], lses[owner]))
+
+
+@meets_nan
+def test_a_nan_that_a_rank_has_seen_stays(device):
+    outs, lses = torch.ones(3, 1, 1, 2, 32), torch.zeros(3, 1, 1, 2)
+    outs[1, ..., 0, :], lses[1, ..., 0] = torch.nan, torch.nan
+    out, lse = merge_by_kernel(outs, lses, torch.float32, device)
+    assert bool(out[0, 0, 0].isnan().all()) and bool(lse[0, 0, 0].isnan())
+    assert torch.equal(out[0, 0, 1], torch.ones(32))
 
 
 # Generation
