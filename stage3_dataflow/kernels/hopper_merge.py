@@ -46,24 +46,37 @@ def hopper_combine_kernel(
     partial_out, partial_lse, cache_seqlens, out, lse, rows, capacity, min_tokens, max_splits,
     partial_splits, MERGE_SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Merge some rows of a request that was split. Grid: (groups of rows, 2 halves, batch)."""
+    """Merge some rows of a request that was split. Grid: (groups of rows, 2 halves, batch).
+
+    A request with fewer splits than `MERGE_SPLITS`, a power of two that none has more of (or 128),
+    takes more rows to a program, and leaves the last programs without any.
+    """
     request = gl.program_id(2)
     length = gl.load(cache_seqlens + request)
     length = gl.where((length < 0) | (length > capacity), 0, length)
     splits, _first, _end = split_of_request(length, 0, min_tokens, max_splits)
     wait_for_decode()
-    if splits > 1:
-        NUMBER: gl.constexpr = rows_at_a_time(MERGE_SPLITS)
-        memory = gl.allocate_shared_memory(
-            partial_out.dtype.element_ty, [PARTIALS, HALF_WIDTH], FLAT_ROWS
-        )
-        weight_memory = gl.allocate_shared_memory(gl.float32, [PARTIALS], FLAT)
-        first = gl.program_id(0) * NUMBER
-        merge_rows(
-            out, lse, partial_out, partial_lse, memory, weight_memory, request * rows,
-            request * partial_splits * rows, rows, first, gl.minimum(first + NUMBER, rows), splits,
-            gl.program_id(1), MERGE_SPLITS,
-        )  # fmt: skip
+    memory = gl.allocate_shared_memory(
+        partial_out.dtype.element_ty, [PARTIALS, HALF_WIDTH], FLAT_ROWS
+    )
+    weight_memory = gl.allocate_shared_memory(gl.float32, [PARTIALS], FLAT)
+    out_row, partial_row = request * rows, request * partial_splits * rows
+    tensors = (out, lse, partial_out, partial_lse, memory, weight_memory)
+    places = (out_row, partial_row, rows, splits, gl.program_id(0), gl.program_id(1))
+    if (splits > 1) & (splits <= 4):
+        merge_rows(tensors, places, 4)
+    if MERGE_SPLITS > 4:
+        if (splits > 4) & (splits <= 8):
+            merge_rows(tensors, places, 8)
+    if MERGE_SPLITS > 8:
+        if (splits > 8) & (splits <= 16):
+            merge_rows(tensors, places, 16)
+    if MERGE_SPLITS > 16:
+        if (splits > 16) & (splits <= 32):
+            merge_rows(tensors, places, 32)
+    if MERGE_SPLITS > 32:
+        if splits > 32:
+            merge_rows(tensors, places, MERGE_SPLITS)
 
 
 @gluon.jit
@@ -81,30 +94,25 @@ def rows_at_a_time(merge_splits):
 
 
 @gluon.jit
-def merge_rows(
-    out, lse, partial_out, partial_lse, memory, weight_memory, out_row, partial_row, rows, first,
-    end, splits, half, MERGE_SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Merge rows from `first` and before `end`, 256 dimensions of each; four warps.
+def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr):
+    """Merge a group of rows, 256 dimensions of each; four warps.
 
-    Loops, not unrolled: a multiprocessor runs this once, and fetching an instruction for the first
-    time takes longer than executing it. The partials come through shared memory, where no registers
-    limit how many are on their way.
+    Loops, not unrolled: a multiprocessor runs this once or twice, and fetching an instruction for
+    the first time takes longer than executing it. The partials come through shared memory, where no
+    registers limit how many are on their way.
 
     Parameters
     ----------
-    memory, weight_memory
-        Shared: 64 x 256 partials, and 64 float32.
-    out_row, partial_row
-        The tile's first row in `out`, and in the request's first partial.
-    rows
-        Of the request: from one split's partial to the next one's.
-    half
-        Which 256 of the 512 dimensions.
+    tensors
+        `out`, `lse`, and the partials; 64 x 256 partials and 64 float32 of shared memory.
+    places
+        The request's first row in `out` and in its first partial; its rows and its splits; which
+        group of rows, and which 256 of the 512 dimensions.
     MERGE_SPLITS
-        A power of two from 4; no request has more splits, or it is 128. The sums are the same
-        whatever it is.
+        A power of two, at least the request's splits; or 128 for any number.
     """
+    out, lse, partial_out, partial_lse, memory, weight_memory = tensors
+    out_row, partial_row, rows, splits, group, half = places
     CHUNK: gl.constexpr = MERGE_SPLITS if MERGE_SPLITS < PARTIALS else PARTIALS
     CHUNKED: gl.constexpr = MERGE_SPLITS > PARTIALS
     NUMBER: gl.constexpr = PARTIALS // CHUNK
@@ -116,7 +124,9 @@ def merge_rows(
         memory, partial_out.dtype.element_ty, [CHUNK, NUMBER, HALF_WIDTH], FLAT_ROWS
     )
     weights = reinterpret(weight_memory, gl.float32, [CHUNK, NUMBER], FLAT)
-    for start in range(first, end, NUMBER):
+    start = group * NUMBER
+    end = gl.minimum(start + NUMBER, rows)
+    if start < end:
         row = start + gl.arange(0, NUMBER, BY_ROW)
         place = partial_row + gl.minimum(row, end - 1)
         row_max = gl.full([NUMBER], float("-inf"), gl.float32, BY_ROW)

@@ -37,10 +37,10 @@ def combine(request, device):
     def merge(partial_out, partial_lse, lengths, capacity, rule, *, dtype=torch.float32):
         batch, _, rows, width = partial_out.shape
         partial_out, partial_lse = partial_out.to(device), partial_lse.to(device)
-        lengths = torch.tensor(lengths, dtype=torch.int32)
+        lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         wide = width if request.param == "portable" else 512
-        out = torch.full((batch, 1, rows, wide), math.nan, dtype=dtype)
-        lse = torch.full((batch, 1, rows), math.nan)
+        out = torch.full((batch, 1, rows, wide), math.nan, dtype=dtype, device=device)
+        lse = torch.full((batch, 1, rows), math.nan, device=device)
         if request.param == "portable":
             launch_combine(partial_out, partial_lse, lengths, capacity, out, lse, split_rule=rule)
         else:

@@ -177,12 +177,13 @@ def check_common(name: str, report: dict) -> None:
     assert report["wide_stores"] == 2 * (rows // 16) * 4
 
 
-def check_merge(report: dict) -> None:
-    """Small: a multiprocessor executes little of it more than once, and fetches all of it."""
+def check_merge(name: str, report: dict) -> None:
+    """Small: what a program executes, of one branch, it fetches for the first time."""
     assert spilled_bytes(report) == 0
-    # Copies of 16 bytes in a loop; ptxas unrolls it by four, once more behind the loop.
-    assert 0 < report["words"] <= 8
-    assert report["instructions"] < 800
+    branches = {"merge4": 1, "merge64": 5, "merge128": 5}[name]
+    # Copies of 16 bytes in a loop; the assembler unrolls it by four, once more behind the loop.
+    assert branches <= report["words"] <= 8 * branches
+    assert report["instructions"] < 700 * branches
 
 
 def spilled_bytes(report: dict) -> int:
@@ -208,12 +209,12 @@ def test_compiles_well_with_the_installed_triton(with_installed, name):
 
 @pytest.mark.parametrize("name", MERGES)
 def test_the_merge_compiles_small(with_triton_36, name):
-    check_merge(with_triton_36[name])
+    check_merge(name, with_triton_36[name])
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_the_merge_compiles_small_with_the_installed_triton(with_installed, name):
-    check_merge(with_installed[name])
+    check_merge(name, with_installed[name])
 
 
 if __name__ == "__main__":
