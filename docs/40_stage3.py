@@ -192,8 +192,9 @@ assert merged_error < 1e-14
 figures.splits(plan, shares, "Splits of three requests, with the weights that a merge gives them")
 
 # %% [markdown]
-# Splits cost memory for partial results in float32, and a second launch that reads them. For one
-# request of 65,536 tokens and 128 heads in 64 splits:
+# Splits cost memory for partial results, and a second launch that reads them. For one request of
+# 65,536 tokens and 128 heads in 64 splits, in float32 (the Hopper kernel keeps them in BF16 where
+# the output is BF16, and writes and reads half as much):
 
 # %%
 size = workspace_bytes(1, 1, 128, 512, 65_536, SplitRule(1024, 64))
@@ -207,7 +208,8 @@ assert workspace.nbytes == size
 
 # %% [markdown]
 # Measured (one NVIDIA H200, 2026-11-30, triton 3.6.0, one call a CUDA graph, of which 4.0 us are
-# the graph's own): the decode kernel 36.7 us for that request, 45.0 with the merge.
+# the graph's own): about 34 us for that request without the merge, 38 with it. It took 45 before
+# the merge was rewritten; [the log](performance-log.md) tells what the eight microseconds were.
 #
 # ## A prefix read back
 #

@@ -224,8 +224,9 @@ figures.bars(
 #
 # ## What did not work
 #
-# About half of the log. Three that look right on paper: starting the merge while the decode still
-# runs gained nothing and lost 4.6 us at 64 splits; a grid that skips the splits no request has made
-# the equal case slower; publishing P as soon as it is stored cost 1.5 to 2 percent, because the
-# value product then queues before the next scores. Each had a prediction beside it, which is how
-# one learns that it was wrong.
+# About half of the log. Three that look right on paper: merging splits inside the decode kernel,
+# which saves a launch, took 20 us for one row, since a multiprocessor fetches straight-line code it
+# runs once more slowly than it executes it (and once the merge was small, the launch cost nothing
+# to speak of); a grid that skips the splits no request has made the equal case slower; publishing P
+# as soon as it is stored cost 1.5 to 2 percent, because the value product then queues before the
+# next scores. Each had a prediction beside it, which is how one learns that it was wrong.
