@@ -99,9 +99,8 @@ def suggest_split_rule(
         would otherwise go on alone.
     longest_first
         Whether requests stand in the batch in this order. Programs take them up as they stand, so
-        a split may then be as long as a whole share, and the short ones fill the gaps at the end:
-        there are fewer partial results. Measured on an H200, 64 requests of 1 to 107,008 tokens
-        with 128 heads: 331 microseconds against 392; equal lengths take 301.
+        a split may then be as long as a whole share (or a tenth more, rather than leave a gap that
+        nothing fits), and the short ones fill the gaps at the end: there are fewer partial results.
     block_rows
         Rows that one program attends.
     """
@@ -109,7 +108,7 @@ def suggest_split_rule(
     if longest is not None and longest > 1.25 * length:
         share = batch * length * tiles / processors
         tokens = max(MIN_RAGGED_TOKENS, math.ceil(share / 4 / SPLIT_GRANULE) * SPLIT_GRANULE)
-        largest = max(math.ceil(share), tokens) if longest_first else tokens
+        largest = max(math.ceil(1.1 * share), tokens) if longest_first else tokens
         return SplitRule(min_tokens=tokens, max_splits=-(-longest // largest))
     splits = max(1, processors // max(batch * tiles, 1))
     return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)

@@ -241,6 +241,9 @@ def assert_library_attends(case, size, causal, fp8):
     assert_ranks_attend(case, size, causal, make, operands, part_error)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, bench_parallel does this on GPUs"
+)
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_ranks_attend_like_one_through_the_kernels(fp8, monkeypatch):
     """The kernels' own code, a launch at a time: Triton's interpreter has global state."""

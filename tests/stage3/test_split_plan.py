@@ -119,7 +119,7 @@ def test_workspace_bytes_are_what_a_decode_takes(batch, s_q, heads, capacity, ru
 def test_a_ragged_batch_has_no_split_above_its_part_of_a_processors_share(
     lengths, rows, processors, longest_first
 ):
-    """A quarter; the whole of it where the longest requests start first."""
+    """A quarter; the whole of it and a tenth where the longest requests start first."""
     mean, longest = sum(lengths) // len(lengths), max(lengths)
     rule = suggest_split_rule(
         len(lengths),
@@ -134,5 +134,5 @@ def test_a_ragged_batch_has_no_split_above_its_part_of_a_processors_share(
     tiles = -(-rows // 64)
     share = len(lengths) * mean * tiles / processors
     largest = max(end - start for length in lengths for start, end in splits_for(length, rule))
-    part = share if longest_first else share / 4
+    part = 1.1 * share if longest_first else share / 4
     assert largest <= max(MIN_RAGGED_TOKENS, part + SPLIT_GRANULE) + SPLIT_GRANULE
