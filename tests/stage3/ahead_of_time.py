@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from stage0_reference.latent_cache import allocate_pages
 from stage0_reference.rope import Rotation
 from stage1_quant.fp8_latent_cache import allocate_latent_pages
 from stage1_quant.quantize import QuantizedRows
-from stage3_dataflow.kernels import launch
+from stage3_dataflow.kernels import launch, launch_ranks
 from stage3_dataflow.kernels.split_kv_decode import split_kv_decode_kernel
 from stage3_dataflow.split_plan import DEFAULT_SPLIT_RULE
 
@@ -61,14 +62,14 @@ class Recorder:
         return record
 
 
-def recorded(kernel: str, call: Callable[[], None]) -> Recorder:
-    """Run a launcher of `launch` with one of its kernels replaced."""
-    recorder, real = Recorder(), getattr(launch, kernel)
-    setattr(launch, kernel, recorder)
+def recorded(kernel: str, call: Callable[[], None], launchers: ModuleType = launch) -> Recorder:
+    """Run a launcher with one of its module's kernels replaced."""
+    recorder, real = Recorder(), getattr(launchers, kernel)
+    setattr(launchers, kernel, recorder)
     try:
         call()
     finally:
-        setattr(launch, kernel, real)
+        setattr(launchers, kernel, real)
     return recorder
 
 
@@ -184,6 +185,32 @@ def readable_lengths() -> Recorder:
     return recorded("readable_lengths_kernel", call)
 
 
+def local_pages() -> Recorder:
+    """Record one launch of the search for a rank's pages."""
+    call = lambda: launch_ranks.launch_local_pages(  # noqa: E731
+        torch.zeros(2, 33, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 33, dtype=torch.int32),
+        torch.zeros(2, 1, dtype=torch.int32),
+        rank=1,
+        ranks=2,
+        pages_per_rank=4,
+        page_size=64,
+    )
+    return recorded("local_pages_kernel", call, launch_ranks)
+
+
+def merge_ranks() -> Recorder:
+    """Record one launch of the merge over ranks, of what one gather brought."""
+    gathered = torch.empty(2, 2, 1, 16, LATENT + 1)
+    out, lse = torch.empty(2, 1, 16, LATENT, dtype=torch.bfloat16), torch.empty(2, 1, 16)
+
+    def call() -> None:
+        launch_ranks.launch_merge_ranks(gathered[..., :-1], gathered[..., -1], out, lse)
+
+    return recorded("merge_ranks_kernel", call, launch_ranks)
+
+
 DECODES = {
     f"decode {name} cache{' fp8 P' if fp8_p else ''}, {rows} rows, pages of {page_size}": dict(
         rows=rows, page_size=page_size, fp8_cache=name == "fp8", fp8_p=fp8_p
@@ -212,6 +239,8 @@ OTHERS: dict[str, tuple[str, Callable[[], Recorder]]] = {
     "append to bf16": ("fused_k_append_kernel", lambda: k_append(fused=False, fp8_cache=False)),
     "fetch": ("fetch_dequant_kernel", fetch),
     "readable lengths": ("readable_lengths_kernel", readable_lengths),
+    "local pages": ("local_pages_kernel", local_pages),
+    "merge of ranks": ("merge_ranks_kernel", merge_ranks),
 }
 NAMES = (*DECODES, *SMALL_DECODES, *OTHERS)
 
@@ -220,7 +249,8 @@ def recording_of(name: str) -> tuple[Any, Recorder, int]:
     """Kernel, recorded launch and compute capability of a configuration."""
     if name in OTHERS:
         kernel, record = OTHERS[name]
-        return getattr(launch, kernel), record(), HOPPER
+        module = launch if hasattr(launch, kernel) else launch_ranks
+        return getattr(module, kernel), record(), HOPPER
     choices: dict[str, Any] = (DECODES | SMALL_DECODES)[name]
     return split_kv_decode_kernel, decode(**choices), choices.get("capability", HOPPER)
 
