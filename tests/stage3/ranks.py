@@ -145,3 +145,20 @@ def on_processes(
             process.kill()
         codes = [process.wait() for process in processes]
     return Finished(codes, [log.read_text() for log in logs], time.monotonic() - started)
+
+
+def under_torchrun(*arguments: str, limit_seconds: float) -> str:
+    """Run a module, its name first, on two CPU processes as torchrun does; what it printed."""
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", *arguments),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=limit_seconds,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout

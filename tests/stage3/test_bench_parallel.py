@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from stage3_dataflow.bench_parallel import (
 )
 from stage3_dataflow.bench_parallel_report import failed_checks, text_of
 from stage3_dataflow.bench_report import COLUMNS, ResultFiles
-from tests.stage3.ranks import ROOT, on_threads
+from tests.stage3.ranks import on_threads, under_torchrun
 
 pytestmark = pytest.mark.stage3
 
@@ -187,25 +184,15 @@ def test_full_sizes_are_refused_without_gpus(capsys, tmp_path):
 
 @pytest.mark.processes
 def test_torchrun_measures_every_section(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "stage3_dataflow.bench_parallel", "--smoke", "--timeout", "60"),
-        *("--out", str(tmp_path)),
-    ]
-    finished = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=200,
+    printed = under_torchrun(
+        *("stage3_dataflow.bench_parallel", "--smoke", "--timeout", "60", "--out", str(tmp_path)),
+        limit_seconds=200,
     )
-    assert finished.returncode == 0, finished.stderr
     report = json.loads((tmp_path / "results.json").read_text())
     assert tuple(report["sections"]) == SECTIONS
     for section in report["sections"].values():
         assert section["status"] == "done" and section["rows"] and "error" not in section
         assert not [row for row in section["rows"] if "skipped" in row]
     assert failed_checks(report) == []
-    assert finished.stdout == (tmp_path / "table.txt").read_text()
-    assert max(map(len, finished.stdout.splitlines())) <= COLUMNS
+    assert printed == (tmp_path / "table.txt").read_text()
+    assert max(map(len, printed.splitlines())) <= COLUMNS

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -51,7 +48,7 @@ from tests.stage3.cached_requests import (
     operands_of,
     poison,
 )
-from tests.stage3.ranks import ROOT, ThreadRanks, errors_on_threads, on_threads
+from tests.stage3.ranks import ThreadRanks, errors_on_threads, on_threads, under_torchrun
 from tests.stage3.test_combine import merge_error as partials_error
 from tests.strategies import DecodeCase, decode_cases, kernel_cases, seeds
 
@@ -613,21 +610,12 @@ def test_torchrun_runs_the_demo(tmp_path):
     decoder = load_decoder(shipped_checkpoint(), dtype=torch.float64)
     generator = TextGenerator(decoder, AbsorbedBackend(), num_pages=4, page_size=16)
     (alone,) = generator.generate([tokenizer.encode(prompt)], SamplingParams(max_new_tokens=5))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "stage3_dataflow.parallel_demo", "context", "--device", "cpu", prompt, "--json"),
+    printed = under_torchrun(
+        *("stage3_dataflow.parallel_demo", "context", "--device", "cpu", prompt, "--json"),
         *("--page-size", "16", "--max-new-tokens", "5", "--dtype", "float64", "--timeout", "60"),
-    ]
-    finished = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        limit_seconds=120,
     )
-    assert finished.returncode == 0, finished.stderr
-    report = json.loads(finished.stdout)
+    report = json.loads(printed)
     assert report["token_ids"] == alone.token_ids
     assert report["text"] == tokenizer.decode(alone.token_ids)
     assert (report["ranks"], report["pages_on_a_rank"], report["pages"]) == (2, 1, 2)
