@@ -2,15 +2,16 @@
 
 The mathematics is stage 2's, block by block of 64 tokens; what is new is who does what. A program
 attends for one tile of rows (a row is a query token and a head) over one split of a request, with
-four roles that hand tiles to each other through shared memory:
+five roles that hand tiles to each other through shared memory:
 
-===============  =====  =========  ===============================================================
-role             warps  registers  work
-===============  =====  =========  ===============================================================
-`load_blocks`    1      24         TMA: tokens' codes, scale and rope, a ring of four blocks
-`weigh_blocks`   4      88         scores (FP8 latent, then BF16 rope product), online softmax, P
-`add_values`     4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
-===============  =====  =========  ===============================================================
+================  =====  =========  ==============================================================
+role              warps  registers  work
+================  =====  =========  ==============================================================
+`load_blocks`     1      24         TMA: tokens' codes, scale and rope, a ring of four blocks
+`prepare_blocks`  1      24         logarithms of the scales; what lies behind the end is cleared
+`weigh_blocks`    4      88         scores (FP8 latent, then BF16 rope product), online softmax, P
+`add_values`      4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
+================  =====  =========  ==============================================================
 
 (128 and 176 registers for a tile of at most 32 rows, whose O is half as large.)
 
@@ -30,7 +31,7 @@ the logarithm of P x scale but for the row's maximum. R = max u over the block (
 maximum - 60) makes 2^(u - R) 448 *the* e4m3 weight, whose largest is 448 exactly: stage 2's sigma
 is 2^R / 448, and there is no division. ratio = 2^(R_before - R), at most 2^60.
 
-The four roles fit: no register is spilled, and no wgmma waits for another's registers. A test
+The roles fit: no register is spilled, and no wgmma waits for another's registers. A test
 compiles the kernel without a GPU and asserts both, because neither is an error to a compiler.
 (Triton 3.9's assembler keeps a few words of `weigh_blocks` on the stack, where 3.6's does not.)
 
@@ -100,7 +101,6 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 ROPE_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 SCORE_TOKENS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
-PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PER_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 STORED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 """A warp stores 128 neighbouring dimensions of a row."""
@@ -115,14 +115,16 @@ FLAT_SCALE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 class BlockRing:
     """Blocks of 64 tokens on their way from the cache.
 
-    The last of `full` is the producer's own: it clears a last block's unused slots before it lets
-    the others read it.
+    A block that has arrived is `full`, and `ready` once `prepare_blocks` has been over it.
     """
 
     codes: gl.shared_memory_descriptor  # [STAGES, 64, 512] e4m3
     rope: gl.shared_memory_descriptor  # [STAGES, 64, 64] bf16
     scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
-    full: gl.shared_memory_descriptor  # [STAGES + 1, 1]
+    log2_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32, -inf behind the split's end
+    inverse_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
+    full: gl.shared_memory_descriptor  # [STAGES, 1]
+    ready: gl.shared_memory_descriptor  # [STAGES, 1]
     empty: gl.shared_memory_descriptor  # [STAGES, 1]
 
 
@@ -138,13 +140,12 @@ class WeightQueue:
 
 @device_record
 class ScoreInputs:
-    """What `weigh_blocks` alone reads: the query tile, and each block's terms of the scale."""
+    """What `weigh_blocks` alone reads: the query tile."""
 
     query_codes: gl.shared_memory_descriptor  # [64 rows, 512] e4m3
     query_rope: gl.shared_memory_descriptor  # [64 rows, 64] bf16
     query_full: gl.shared_memory_descriptor
-    log2_scale: gl.shared_memory_descriptor  # [2, 64 tokens] f32
-    inverse_scale: gl.shared_memory_descriptor  # [2, 64 tokens] f32
+    visible: gl.shared_memory_descriptor  # [64 rows] i32: the split's tokens that a row sees
 
 
 @device_record
@@ -199,10 +200,7 @@ def load_blocks(
     bad_page = work.blocks * 0
     for i in range(work.blocks):
         stage = i % STAGES
-        # A last block that is not full goes to the spare barrier, and to the consumers below.
-        barrier = ring.full.index(
-            gl.where(i * BLOCK_TOKENS + BLOCK_TOKENS > work.tokens, STAGES, stage)
-        )
+        barrier = ring.full.index(stage)
         for box in range(BOXES):
             token = first_token + i * BLOCK_TOKENS + box * BOX
             # Entries behind the request's end are not followed: its last page is fetched again.
@@ -235,12 +233,28 @@ def load_blocks(
                 )  # fmt: skip
     store_scalar(ending.bad_page, bad_page)
     mbarrier.arrive(ending.bad_page_full, count=1)
-    if work.tokens % BLOCK_TOKENS != 0:
-        stage = (work.blocks - 1) % STAGES
-        mbarrier.wait(ring.full.index(STAGES), 0)
-        clear_slots(ring, stage, work.tokens % BLOCK_TOKENS)
-        fence_async_shared()
-        mbarrier.arrive(ring.full.index(stage), count=1)
+
+
+@gluon.jit
+def prepare_blocks(ring, work):
+    """Work out each block's terms of the scale, and clear what lies behind the end; one warp.
+
+    A lane has two tokens here; in the scores' layout every thread would need those of 16. Nobody
+    waits for it but at the start: it is blocks ahead of `weigh_blocks`, which everybody waits for.
+    A token behind the end has the logarithm -inf, and so the weight 0, without a comparison.
+    """
+    token = gl.arange(0, BLOCK_TOKENS, PER_LANE)
+    for i in range(work.blocks):
+        stage = i % STAGES
+        mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+        scale = ring.scale.index(stage).load(PER_LANE)
+        live = token < work.tokens - i * BLOCK_TOKENS
+        ring.log2_scale.index(stage).store(gl.where(live, approximate("lg2", scale), float("-inf")))
+        ring.inverse_scale.index(stage).store(gl.where(live, approximate("rcp", scale), 1.0))
+        if i * BLOCK_TOKENS + BLOCK_TOKENS > work.tokens:
+            clear_slots(ring, stage, work.tokens % BLOCK_TOKENS)
+            fence_async_shared()
+        mbarrier.arrive(ring.ready.index(stage), count=1)
 
 
 @gluon.jit
@@ -313,11 +327,7 @@ def weigh_blocks(
     P of block i is stored before the scores of block i + 1 are started, and published after they
     are finished: published earlier, the P @ V warpgroups' products queue in front of the scores
     that everybody waits for next. A tile of few rows has short products, and publishes at once.
-
-    Only the last blocks can hold a token that some row does not see: the last one, and under a
-    causal mask (s_q at most 65) also the one before it.
     """
-    MASKED_BLOCKS: gl.constexpr = 2 if CAUSAL else 1
     AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
     row = gl.arange(0, 64, SCORE_ROWS)
     row_scale = gl.load(query_scale + query_row + row, mask=row < live_rows, other=0.0)
@@ -325,22 +335,14 @@ def weigh_blocks(
     running_max = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
     unit = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
     partial_sum = sum_in_thread(gl.zeros([64, 64], gl.float32, SCORES))
-    mbarrier.wait(inputs.query_full, 0)
-    seen_whole = gl.maximum(blocks - MASKED_BLOCKS, 0)
-    for i in range(seen_whole):
-        running_max, unit, partial_sum = weigh_block(
-            i, running_max, unit, partial_sum, row_scale, blocks, ring, queue, inputs,
-            AT_ONCE, False,
-        )  # fmt: skip
-    # Tokens of the split that a row sees: [64, 1], or one number for all rows.
-    visible = read_scalar(ending.place.index(4))
     if CAUSAL:
-        row = gl.program_id(0) * BLOCK_ROWS + gl.arange(0, 64, SCORE_ROWS)
-        visible += (row // heads)[:, None]
-    for i in range(seen_whole, blocks):
+        seen = read_scalar(ending.place.index(4))
+        inputs.visible.store(seen + (gl.program_id(0) * BLOCK_ROWS + row) // heads)
+    mbarrier.wait(inputs.query_full, 0)
+    for i in range(blocks):
         running_max, unit, partial_sum = weigh_block(
-            i, running_max, unit, partial_sum, row_scale, visible, ring, queue, inputs,
-            AT_ONCE, True,
+            i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
+            BLOCK_ROWS, CAUSAL,
         )  # fmt: skip
     if not AT_ONCE:
         mbarrier.arrive(queue.full.index((blocks - 1) % WEIGHT_SLOTS), count=1)
@@ -365,15 +367,14 @@ def weigh_blocks(
 
 
 @gluon.jit
-def score_block(i, ring, inputs):
-    """Start a block's [64 rows, 64 tokens] scores, work out its scale terms meanwhile, and wait.
+def score_block(i, ring, inputs, CAUSAL: gl.constexpr):
+    """Multiply a block's [64 rows, 64 tokens] scores; with them its scales, and their log2.
 
     The latent product comes first: a large rotary score in the FP8 accumulator would cost the
     latent's small products.
     """
     stage = i % STAGES
-    mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
-    scale = ring.scale.index(stage).load(PER_THREAD)
+    mbarrier.wait(ring.ready.index(stage), (i // STAGES) & 1)
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
     scores = warpgroup_mma(
         inputs.query_codes, ring.codes.index(stage).permute((1, 0)), zeros,
@@ -384,16 +385,22 @@ def score_block(i, ring, inputs):
         inputs.query_rope, ring.rope.index(stage).permute((1, 0)), scores, is_async=True
     )
     scores = relabel_accumulator(scores, SCORES)
-    # One thread a token here; in the scores' layout every thread would need those of 16 tokens.
-    inputs.log2_scale.index(i % 2).store(approximate("lg2", scale))
-    inputs.inverse_scale.index(i % 2).store(approximate("rcp", scale))
-    return warpgroup_mma_wait(0, deps=[scores])
+    # Loaded meanwhile: behind the wait, everything would wait for them. What hides tokens takes the
+    # registers that the second one needs.
+    scale = ring.scale.index(stage).load(SCORE_TOKENS)
+    if CAUSAL:
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        log2_scale = ring.log2_scale.index(stage).load(SCORE_TOKENS)
+    else:
+        log2_scale = ring.log2_scale.index(stage).load(SCORE_TOKENS)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    return scores, scale, log2_scale
 
 
 @gluon.jit
 def weigh_block(
-    i, running_max, unit, partial_sum, row_scale, visible, ring, queue, inputs,
-    AT_ONCE: gl.constexpr, MASKED: gl.constexpr,
+    i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
+    BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One block's scores and its step of the online softmax, up to P in shared memory.
 
@@ -401,23 +408,23 @@ def weigh_block(
     of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over four
     threads a row.
     """
-    scores = score_block(i, ring, inputs)
+    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
+    scores, scale, log2_scale = score_block(i, ring, inputs, CAUSAL)
     if not AT_ONCE:
         mbarrier.arrive(queue.full.index((i + 1) % WEIGHT_SLOTS), count=1, pred=i > 0)
-    scale = ring.scale.index(i % STAGES).load(SCORE_TOKENS)
     # The scales' product first: either alone could push a finite score past float32.
     weighted_log2 = scores * (scale[None, :] * row_scale[:, None])
-    weighted_log2 += inputs.log2_scale.index(i % 2).load(SCORE_TOKENS)[None, :]
-    if MASKED:
-        token = i * BLOCK_TOKENS + gl.arange(0, 64, SCORE_TOKENS)
-        weighted_log2 = gl.where(token[None, :] < visible, weighted_log2, float("-inf"))
+    weighted_log2 += log2_scale[None, :]
+    if CAUSAL:
+        if i + 2 >= blocks:  # with s_q at most 65, every row sees the others whole
+            weighted_log2 = hide_tokens(weighted_log2, i, inputs)
     block_max = gl.convert_layout(max_over_tokens(weighted_log2), SCORE_ROWS, assert_trivial=True)
     running_max = gl.maximum(running_max, block_max)
     new_unit = gl.maximum(block_max, running_max - UNIT_FLOOR)
     weights = gl.exp2(weighted_log2 - (new_unit - LOG2_E4M3_MAX)[:, None])
     ratio = gl.exp2(unit - new_unit)
     # The sum before P: P waits for the next scores anyway, and the registers don't hold more.
-    inverse_scale = inputs.inverse_scale.index(i % 2).load(SCORE_TOKENS)
+    inverse_scale = ring.inverse_scale.index(i % STAGES).load(SCORE_TOKENS)
     thread_ratio = gl.convert_layout(
         ratio, gl.SliceLayout(1, partial_sum.type.layout), assert_trivial=True
     )
@@ -435,6 +442,14 @@ def weigh_block(
     if AT_ONCE:
         mbarrier.arrive(queue.full.index(slot), count=1)
     return running_max, new_unit, partial_sum
+
+
+@gluon.jit
+def hide_tokens(weighted_log2, i, inputs):
+    """Make -inf of the tokens of block i that a row does not see."""
+    visible = inputs.visible.load(SCORE_ROWS) - i * BLOCK_TOKENS
+    token = gl.arange(0, 64, SCORE_TOKENS)
+    return gl.where(token[None, :] < visible[:, None], weighted_log2, float("-inf"))
 
 
 @gluon.jit
@@ -486,7 +501,7 @@ def add_values(
         stage = i % STAGES
         slot = i % WEIGHT_SLOTS
         codes = ring.codes.index(stage)
-        mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+        mbarrier.wait(ring.ready.index(stage), (i // STAGES) & 1)
         even, odd = load_values(codes, HALF, 0, ACCUMULATOR)
         mbarrier.wait(queue.full.index(slot), (i // WEIGHT_SLOTS) & 1)
         weights = queue.weights.index(slot).slice(0, BLOCK_ROWS, dim=0).permute((1, 0))
@@ -508,6 +523,7 @@ def add_values(
     # O passes through the ring, which no role reads any more: a thread holds single elements of
     # many rows, and storing those one by one would take longer than several blocks.
     mbarrier.arrive(ending.ring_unused, count=1)
+    let_merge_start()
     mbarrier.wait(ending.normalizer_full, 0)
     normalizer = ending.normalizer.slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
     mbarrier.wait(ending.ring_unused, 0)
@@ -624,8 +640,8 @@ def store_empty_rows(out, lse, out_row, live_rows, BLOCK_ROWS: gl.constexpr):
     ]
 )  # fmt: skip
 def hopper_decode_kernel(
-    query_codes,  # TMA descriptor of [batch rows, 512] e4m3, boxes of [64, 512]
-    query_rope,  # ... of [batch rows, 64] bf16, boxes of [64, 64]
+    query_codes,  # TMA descriptor of [batch rows, 512] e4m3, boxes of [BLOCK_ROWS, 128]
+    query_rope,  # ... of [batch rows, 64] bf16, boxes of [BLOCK_ROWS, 64]
     codes_plane,  # ... of [row, 512] e4m3, in boxes of [BOX, 128]; page p from p rows_per_page
     rope_plane,  # ... of [row, 64] bf16, boxes of [BOX, 64]
     scale_plane,  # ... of [row] f32, boxes of [BOX]; the plane itself where BOX is 16
@@ -673,7 +689,10 @@ def hopper_decode_kernel(
             gl.bfloat16, [STAGES, BLOCK_TOKENS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
         ),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT_SCALE),
-        new_barriers(STAGES + 1, 1),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
         new_barriers(STAGES, 2),
     )
     queue = WeightQueue(
@@ -688,8 +707,7 @@ def hopper_decode_kernel(
         gl.allocate_shared_memory(gl.float8e4nv, [64, KV_LORA_RANK], SWIZZLED_CODES),
         gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
         new_barriers(1, 1).index(0),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_TOKENS], FLAT),
+        gl.allocate_shared_memory(gl.int32, [64], FLAT),
     )
     ending = Ending(
         gl.allocate_shared_memory(gl.int32, [5, 1], FLAT),
@@ -713,7 +731,7 @@ def hopper_decode_kernel(
         gl.minimum(length, end_block * BLOCK_TOKENS) - first_token,
     )
     # `add_values` gets what is left, as much as its twin here: 512 in all for a thread of each.
-    WORKER_REGISTERS: gl.constexpr = [88, 200, 24] if BLOCK_ROWS == 64 else [128, 176, 24]
+    WORKER_REGISTERS: gl.constexpr = [88, 200, 24, 24] if BLOCK_ROWS == 64 else [128, 176, 24, 24]
     if first_block < end_block:
         store_scalar(ending.place.index(3), splits)
         if CAUSAL:
@@ -721,12 +739,9 @@ def hopper_decode_kernel(
         else:
             seen_first = work.tokens
         store_scalar(ending.place.index(4), seen_first)
-        # Rows behind the request's last are the next request's: computed, never stored.
-        mbarrier.expect(inputs.query_full, 64 * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
-        load_tile(query_codes, [query_row, 0], inputs.query_full, inputs.query_codes)
-        load_tile(query_rope, [query_row, 0], inputs.query_full, inputs.query_rope)
-
         table = block_table + request.to(gl.int64) * table_stride
+        prefetch(table + first_token // PAGE_SIZE)
+        load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS)
         rows_per_page = (codes_rows_per_page, rope_rows_per_page, scale_rows_per_page)
         gl.warp_specialize(
             [
@@ -747,12 +762,52 @@ def hopper_decode_kernel(
                         ring, ending, work, PAGE_SIZE,
                     ),
                 ),
+                (prepare_blocks, (ring, work)),
             ],
-            [4, 4, 1],
+            [4, 4, 1, 1],
             WORKER_REGISTERS,
         )  # fmt: skip
     elif (split == 0) & (length == 0):
         store_empty_rows(out, lse, query_row, live_rows, BLOCK_ROWS)
+
+
+@gluon.jit
+def let_merge_start():
+    """Let the launch behind this one begin, once every program has said so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS: gl.constexpr):
+    """Start fetching the tile's queries.
+
+    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
+    of fewer than 64 rows, those of the scores that have no query at all.
+    """
+    TILES: gl.constexpr = 64 // BLOCK_ROWS
+    codes = reinterpret(
+        inputs.query_codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
+    )
+    rope = reinterpret(
+        inputs.query_rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+    )
+    mbarrier.expect(inputs.query_full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
+    for chunk in gl.static_range(CHUNKS):
+        load_tile(
+            query_codes, [query_row, chunk * CODE_CHUNK], inputs.query_full,
+            codes.index(chunk * TILES),
+        )  # fmt: skip
+    load_tile(query_rope, [query_row, 0], inputs.query_full, rope.index(0))
+
+
+@gluon.jit
+def prefetch(address):
+    """Have a word in L2 by the time it is asked for."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -798,11 +853,13 @@ def geometry(part: Tensor) -> Geometry:
     return Geometry(part.data_ptr(), part.dtype, part.shape, part.stride())
 
 
-def query_descriptor(part: Geometry, layout: gl.constexpr) -> TensorDescriptor:
-    """Describe a contiguous [batch, s_q, heads, width] as rows, in tiles of 64."""
+def query_descriptor(
+    part: Geometry, block_rows: int, box_width: int, layout: gl.constexpr
+) -> TensorDescriptor:
+    """Describe a contiguous [batch, s_q, heads, width] as rows, in boxes of a tile's."""
     width = part.shape[-1]
     rows = math.prod(part.shape[:-1])
-    return TensorDescriptor(part, [rows, width], [width, 1], [64, width], layout.value)
+    return TensorDescriptor(part, [rows, width], [width, 1], [block_rows, box_width], layout.value)
 
 
 def plane_descriptor(plane: Geometry, box_width: int, layout: gl.constexpr) -> TensorDescriptor:
@@ -827,12 +884,17 @@ class TileDescriptors(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def tile_descriptors(
-    query_codes: Geometry, query_rope: Geometry, codes: Geometry, scale: Geometry, rope: Geometry
+    block_rows: int,
+    query_codes: Geometry,
+    query_rope: Geometry,
+    codes: Geometry,
+    scale: Geometry,
+    rope: Geometry,
 ) -> TileDescriptors:
     """Describe a call's tensors to the TMA; kept, because it takes as long as a short launch."""
     return TileDescriptors(
-        query_descriptor(query_codes, SWIZZLED_CODES),
-        query_descriptor(query_rope, SWIZZLED_ROPE),
+        query_descriptor(query_codes, block_rows, CODE_CHUNK.value, SWIZZLED_CODES),
+        query_descriptor(query_rope, block_rows, QK_ROPE_HEAD_DIM.value, SWIZZLED_ROPE),
         plane_descriptor(codes, CODE_CHUNK.value, SWIZZLED_CODES),
         plane_descriptor(rope, QK_ROPE_HEAD_DIM.value, SWIZZLED_ROPE),
         plane_descriptor(scale, 0, FLAT_SCALE) if scale_by_tma(scale.shape[1]) else None,
@@ -992,7 +1054,7 @@ def launch_hopper_decode(
         )
     plan = (capacity, min_tokens, max_splits, num_splits_grid)
     planes = tuple(geometry(plane) for plane in cache)
-    tiles = tile_descriptors(geometry(query.codes), geometry(query.rope), *planes)
+    tiles = tile_descriptors(block_rows, geometry(query.codes), geometry(query.rope), *planes)
     codes, scale, rope = planes
     launch(
         hopper_decode_kernel,

@@ -17,8 +17,14 @@ BLOCK_TOKENS = gl.constexpr(64)
 """Splits are whole blocks of so many tokens."""
 WIDTH = gl.constexpr(512)
 HALF_WIDTH = gl.constexpr(256)
-PARTIALS = gl.constexpr(64)
-"""Partial rows fetched at a time: of one row, or of several with fewer splits."""
+MANY_PARTIALS, FEW_PARTIALS = 64, 16
+"""Partial rows that a program fetches at a time: of one row, or of several with fewer splits. Few
+where there are few rows, so that all multiprocessors have some. No row's sum depends on it."""
+ENOUGH_PROGRAMS = 128
+SHARED_BYTES = gl.constexpr(96 * 1024)
+"""What a program with many partials reserves of shared memory: two fit a multiprocessor. This
+launch begins while decodes still run, and without a limit the multiprocessors that are free by then
+would take all of its programs."""
 COPIED = gl.constexpr(4)
 """Partial rows that a warpgroup's four warps copy side by side."""
 
@@ -44,7 +50,7 @@ def split_of_request(length, split, min_tokens, max_splits):
 @gluon.jit(do_not_specialize=["rows", "capacity", "min_tokens", "max_splits", "partial_splits"])
 def hopper_combine_kernel(
     partial_out, partial_lse, cache_seqlens, out, lse, rows, capacity, min_tokens, max_splits,
-    partial_splits, MERGE_SPLITS: gl.constexpr,
+    partial_splits, MERGE_SPLITS: gl.constexpr, PARTIALS: gl.constexpr,
 ):  # fmt: skip
     """Merge some rows of a request that was split. Grid: (groups of rows, 2 halves, batch).
 
@@ -56,27 +62,28 @@ def hopper_combine_kernel(
     length = gl.where((length < 0) | (length > capacity), 0, length)
     splits, _first, _end = split_of_request(length, 0, min_tokens, max_splits)
     wait_for_decode()
-    memory = gl.allocate_shared_memory(
-        partial_out.dtype.element_ty, [PARTIALS, HALF_WIDTH], FLAT_ROWS
-    )
+    DTYPE: gl.constexpr = partial_out.dtype.element_ty
+    BYTES: gl.constexpr = PARTIALS * HALF_WIDTH * DTYPE.primitive_bitwidth // 8
+    RESERVED: gl.constexpr = SHARED_BYTES // BYTES if PARTIALS == 64 else 1
+    memory = gl.allocate_shared_memory(DTYPE, [RESERVED, PARTIALS, HALF_WIDTH], FLAT_ROWS).index(0)
     weight_memory = gl.allocate_shared_memory(gl.float32, [PARTIALS], FLAT)
     out_row, partial_row = request * rows, request * partial_splits * rows
     tensors = (out, lse, partial_out, partial_lse, memory, weight_memory)
     places = (out_row, partial_row, rows, splits, gl.program_id(0), gl.program_id(1))
     if (splits > 1) & (splits <= 4):
-        merge_rows(tensors, places, 4)
+        merge_rows(tensors, places, 4, PARTIALS)
     if MERGE_SPLITS > 4:
         if (splits > 4) & (splits <= 8):
-            merge_rows(tensors, places, 8)
+            merge_rows(tensors, places, 8, PARTIALS)
     if MERGE_SPLITS > 8:
         if (splits > 8) & (splits <= 16):
-            merge_rows(tensors, places, 16)
+            merge_rows(tensors, places, 16, PARTIALS)
     if MERGE_SPLITS > 16:
         if (splits > 16) & (splits <= 32):
-            merge_rows(tensors, places, 32)
+            merge_rows(tensors, places, 32, PARTIALS)
     if MERGE_SPLITS > 32:
         if splits > 32:
-            merge_rows(tensors, places, MERGE_SPLITS)
+            merge_rows(tensors, places, MERGE_SPLITS, PARTIALS)
 
 
 @gluon.jit
@@ -88,13 +95,13 @@ def wait_for_decode():
 
 
 @gluon.constexpr_function
-def rows_at_a_time(merge_splits):
+def rows_at_a_time(merge_splits, partials):
     """Rows whose partials are fetched at a time."""
-    return max(PARTIALS.value // merge_splits, 1)
+    return max(partials // merge_splits, 1)
 
 
 @gluon.jit
-def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr):
+def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr, PARTIALS: gl.constexpr):
     """Merge a group of rows, 256 dimensions of each; four warps.
 
     Loops, not unrolled: a multiprocessor runs this once or twice, and fetching an instruction for
@@ -104,12 +111,15 @@ def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr):
     Parameters
     ----------
     tensors
-        `out`, `lse`, and the partials; 64 x 256 partials and 64 float32 of shared memory.
+        `out`, `lse`, and the partials; shared memory for `PARTIALS` of 256 dimensions, and for a
+        float32 of each.
     places
         The request's first row in `out` and in its first partial; its rows and its splits; which
         group of rows, and which 256 of the 512 dimensions.
     MERGE_SPLITS
         A power of two, at least the request's splits; or 128 for any number.
+    PARTIALS
+        Partial rows to fetch at a time.
     """
     out, lse, partial_out, partial_lse, memory, weight_memory = tensors
     out_row, partial_row, rows, splits, group, half = places
@@ -134,11 +144,12 @@ def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr):
         bad_page = gl.zeros([NUMBER], gl.int32, BY_ROW)
         merged = gl.zeros([NUMBER, HALF_WIDTH], gl.float32, TILE)
         for base in range(0, splits if CHUNKED else 1, CHUNK):
-            thread_barrier()  # what was in memory has been read
+            if CHUNKED:
+                thread_barrier()  # what was in memory has been read
             count = gl.minimum((splits - base + UNROLL - 1) // UNROLL * UNROLL, CHUNK)
             copy_partials(
                 partial_out, memory, partial_row, start, end, rows, base, splits, half, count,
-                NUMBER,
+                NUMBER, PARTIALS,
             )  # fmt: skip
             split = base + gl.arange(0, CHUNK, gl.SliceLayout(0, PLACES))
             address = partial_lse + (gl.minimum(split, splits - 1) * rows)[None, :] + place[:, None]
@@ -179,7 +190,7 @@ def merge_rows(tensors, places, MERGE_SPLITS: gl.constexpr):
 @gluon.jit
 def copy_partials(
     partial_out, memory, partial_row, first_row, end, rows, first_split, splits, half, count,
-    NUMBER: gl.constexpr,
+    NUMBER: gl.constexpr, PARTIALS: gl.constexpr,
 ):  # fmt: skip
     """Start copying partial rows: of `count` splits in turn, `NUMBER` rows.
 
@@ -232,11 +243,16 @@ def launch_hopper_combine(
     batch, partial_splits, rows = partial_lse.shape
     merge_splits = next((number for number in (4, 8, 16, 32, 64) if partial_splits <= number), 128)
     plan = (capacity, min_tokens, max_splits, partial_splits)
+    partials = MANY_PARTIALS
+    groups = -(-rows // rows_at_a_time(merge_splits, partials))
+    if merge_splits <= FEW_PARTIALS and 2 * batch * groups < ENOUGH_PROGRAMS:
+        partials = FEW_PARTIALS
+        groups = -(-rows // rows_at_a_time(merge_splits, partials))
     launch(
         hopper_combine_kernel,
-        (-(-rows // rows_at_a_time(merge_splits)), 2, batch),
+        (groups, 2, batch),
         (partial_out, partial_lse, cache_seqlens, out, lse, rows, *plan),
-        {"MERGE_SPLITS": merge_splits},
+        {"MERGE_SPLITS": merge_splits, "PARTIALS": partials},
         unspecialized=UNSPECIALIZED,
         num_warps=4,
         launch_pdl=True,  # what comes before `wait_for_decode` may overlap the decode's end

@@ -34,12 +34,14 @@ def why(tensors, *, causal=True):
     return hopper_decode.why_geometry_unsupported(causal, **parts)
 
 
+@pytest.mark.parametrize("block_rows", [16, 32, 64])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-def test_every_tma_message_ends_where_the_next_may_begin(page_size):
+def test_every_tma_message_ends_where_the_next_may_begin(page_size, block_rows):
     """A message's destination in shared memory is a multiple of 128 bytes; boxes lie in a row."""
     tensors = call(page_size)
     names = ("query_codes", "query_rope", "codes", "scale", "rope")
-    tiles = hopper_decode.tile_descriptors(*(hopper_decode.geometry(tensors[n]) for n in names))
+    parts = (hopper_decode.geometry(tensors[name]) for name in names)
+    tiles = hopper_decode.tile_descriptors(block_rows, *parts)
     assert (tiles.scale is None) == (page_size * 4 < 128)
     for tile in filter(None, tiles):
         assert math.prod(tile.block_shape) * tile.base.dtype.itemsize % 128 == 0
