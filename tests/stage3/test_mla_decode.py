@@ -328,8 +328,10 @@ def test_a_query_token_equals_its_own_call(device, s_q, p_format, kernel):
 def test_a_request_has_the_same_bits_alone_and_among_33(device, p_format, kernel):  # FR-29
     counts = (150, 0, 64, *(7 * i % 90 for i in range(30)))
     # Splits are merged by programs of other sizes where there are many rows: 33 x 40, but not 40.
-    heads = 40 if device.type == "cuda" else 2
-    case = cases(token_counts=counts, s_q=1, heads=heads)
+    heads, latent, rope = (40, 512, 64) if device.type == "cuda" else (2, 32, 16)
+    case = cases(
+        token_counts=counts, s_q=1, heads=heads, kv_lora_rank=latent, qk_rope_head_dim=rope
+    )
     batch = batch_of(case, device)
     choices = {"p_format": p_format, "split_rule": EVERY_64, "kernel": kernel}
     together = mla_decode(*batch, **choices)
