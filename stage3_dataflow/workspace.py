@@ -23,18 +23,13 @@ class DecodeWorkspace:
     def __init__(self, device: torch.device | str) -> None:
         self._out = torch.empty(0, dtype=torch.uint8, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
-        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for partial results."""
+        """Bytes held."""
         held = (self._out, self._lse, *self._outgrown)
         return sum(buffer.nbytes for buffer in held)
-
-    def counter(self) -> Tensor:
-        """Int32 [1]: a kernel that counts with it finds 0 and leaves 0."""
-        return self._counter
 
     def partials(
         self,
