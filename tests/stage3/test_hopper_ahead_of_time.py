@@ -106,9 +106,31 @@ def report_of(
         "transposing_loads": len(re.findall(r"\bLDSM\S*\.MT88", sass)),
         "scale_messages": len(re.findall(r"\bUTMALDG\.1D", sass)),
         "words": len(re.findall(r"\bLDGSTS\.E", sass)),
+        "spills_in_loops": spills_in_loops(sass),
         "wide_stores": len(re.findall(r"\bSTG\.E\.128", sass)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
     }
+
+
+def spills_in_loops(sass: str) -> int:
+    """Count instructions for spilled registers in innermost loops with products: over blocks."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
+    code = [(int(address, 16), text) for address, text in lines]
+    jumps = [
+        (int(target, 16), address)
+        for address, text in code
+        for target in re.findall(r"\bBRA .*?0x([0-9a-f]+)", text)
+        if int(target, 16) < address
+    ]
+    spills = products = 0
+    for start, end in jumps:
+        inner = [jump for jump in jumps if start <= jump[0] and jump[1] <= end]
+        body = " ".join(text for address, text in code if start <= address <= end)
+        if inner == [(start, end)] and "GMMA" in body:
+            products += body.count("GMMA")
+            spills += len(re.findall(r"\b(?:STL|LDL)\b", body))
+    assert products == sass.count("GMMA."), "a product is in no loop, or in two"
+    return spills
 
 
 def disassembled(cubin: bytes) -> str:
@@ -162,6 +184,7 @@ def with_triton_36(tmp_path_factory):
 
 def check_common(name: str, report: dict) -> None:
     assert "C75" not in report["log"], report["log"]  # serialised wgmma
+    assert report["spills_in_loops"] == 0
     assert report["shared"] <= SHARED_MEMORY_OF_HOPPER
     # Scores: 512 / 32 FP8 and 64 / 16 BF16 instructions, written out once, whatever is masked.
     # P @ V: two warpgroups, four tiles of 64 dimensions, 64 / 32 instructions.
