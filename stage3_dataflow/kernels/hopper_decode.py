@@ -70,6 +70,7 @@ from stage3_dataflow.kernels.hopper_merge import (
     BLOCK_TOKENS,
     FLAT,
     launch_hopper_combine,
+    let_merge_start,
     split_of_request,
 )
 from stage3_dataflow.kernels.launch_cache import launch, places
@@ -169,6 +170,37 @@ class Work:
     first_block: gl.tensor  # in the request
     blocks: gl.tensor
     tokens: gl.tensor  # at most 64 blocks
+
+
+@gluon.jit
+def load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS: gl.constexpr):
+    """Start fetching the tile's queries.
+
+    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
+    of fewer than 64 rows, those of the scores that have no query at all.
+    """
+    TILES: gl.constexpr = 64 // BLOCK_ROWS
+    codes = reinterpret(
+        inputs.query_codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
+    )
+    rope = reinterpret(
+        inputs.query_rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+    )
+    mbarrier.expect(inputs.query_full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
+    for chunk in gl.static_range(CHUNKS):
+        load_tile(
+            query_codes, [query_row, chunk * CODE_CHUNK], inputs.query_full,
+            codes.index(chunk * TILES),
+        )  # fmt: skip
+    load_tile(query_rope, [query_row, 0], inputs.query_full, rope.index(0))
+
+
+@gluon.jit
+def prefetch(address):
+    """Have a word in L2 by the time it is asked for."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -342,7 +374,7 @@ def weigh_blocks(
     for i in range(blocks):
         running_max, unit, partial_sum = weigh_block(
             i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
-            BLOCK_ROWS, CAUSAL,
+            AT_ONCE, CAUSAL,
         )  # fmt: skip
     if not AT_ONCE:
         mbarrier.arrive(queue.full.index((blocks - 1) % WEIGHT_SLOTS), count=1)
@@ -400,7 +432,7 @@ def score_block(i, ring, inputs, CAUSAL: gl.constexpr):
 @gluon.jit
 def weigh_block(
     i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
-    BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
+    AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One block's scores and its step of the online softmax, up to P in shared memory.
 
@@ -408,7 +440,6 @@ def weigh_block(
     of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over four
     threads a row.
     """
-    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
     scores, scale, log2_scale = score_block(i, ring, inputs, CAUSAL)
     if not AT_ONCE:
         mbarrier.arrive(queue.full.index((i + 1) % WEIGHT_SLOTS), count=1, pred=i > 0)
@@ -769,45 +800,6 @@ def hopper_decode_kernel(
         )  # fmt: skip
     elif (split == 0) & (length == 0):
         store_empty_rows(out, lse, query_row, live_rows, BLOCK_ROWS)
-
-
-@gluon.jit
-def let_merge_start():
-    """Let the launch behind this one begin, once every program has said so."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS: gl.constexpr):
-    """Start fetching the tile's queries.
-
-    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
-    of fewer than 64 rows, those of the scores that have no query at all.
-    """
-    TILES: gl.constexpr = 64 // BLOCK_ROWS
-    codes = reinterpret(
-        inputs.query_codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
-    )
-    rope = reinterpret(
-        inputs.query_rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
-    )
-    mbarrier.expect(inputs.query_full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
-    for chunk in gl.static_range(CHUNKS):
-        load_tile(
-            query_codes, [query_row, chunk * CODE_CHUNK], inputs.query_full,
-            codes.index(chunk * TILES),
-        )  # fmt: skip
-    load_tile(query_rope, [query_row, 0], inputs.query_full, rope.index(0))
-
-
-@gluon.jit
-def prefetch(address):
-    """Have a word in L2 by the time it is asked for."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

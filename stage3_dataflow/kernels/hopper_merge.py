@@ -5,6 +5,9 @@ split wrote their output themselves and are passed over. Its meaning is
 `stage2_pv_pipeline.rescaled_pv.merge_partials`.
 """
 
+import math
+from typing import NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,10 +20,12 @@ BLOCK_TOKENS = gl.constexpr(64)
 """Splits are whole blocks of so many tokens."""
 WIDTH = gl.constexpr(512)
 HALF_WIDTH = gl.constexpr(256)
-MANY_PARTIALS, FEW_PARTIALS = 64, 16
-"""Partial rows that a program fetches at a time: of one row, or of several with fewer splits. Few
-where there are few rows, so that all multiprocessors have some. No row's sum depends on it."""
+MANY_PARTIALS = gl.constexpr(64)
+"""Partial rows that a program fetches at a time: of one row, or of several with fewer splits."""
+FEW_PARTIALS = gl.constexpr(16)
+"""... where there are few rows, so that more programs have some. No row's sum depends on it."""
 ENOUGH_PROGRAMS = 128
+"""With as many, about one a multiprocessor, programs are not made smaller."""
 SHARED_BYTES = gl.constexpr(96 * 1024)
 """What a program with many partials reserves of shared memory: two fit a multiprocessor. This
 launch begins while decodes still run, and without a limit the multiprocessors that are free by then
@@ -64,7 +69,7 @@ def hopper_combine_kernel(
     wait_for_decode()
     DTYPE: gl.constexpr = partial_out.dtype.element_ty
     BYTES: gl.constexpr = PARTIALS * HALF_WIDTH * DTYPE.primitive_bitwidth // 8
-    RESERVED: gl.constexpr = SHARED_BYTES // BYTES if PARTIALS == 64 else 1
+    RESERVED: gl.constexpr = SHARED_BYTES // BYTES if PARTIALS == MANY_PARTIALS else 1
     memory = gl.allocate_shared_memory(DTYPE, [RESERVED, PARTIALS, HALF_WIDTH], FLAT_ROWS).index(0)
     weight_memory = gl.allocate_shared_memory(gl.float32, [PARTIALS], FLAT)
     out_row, partial_row = request * rows, request * partial_splits * rows
@@ -87,17 +92,19 @@ def hopper_combine_kernel(
 
 
 @gluon.jit
-def wait_for_decode():
-    """Return once the decode kernel's writes are there: this one may start while that one ends."""
+def let_merge_start():
+    """Let the merge's launch begin, once every program of the decode has said so."""
     gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
-@gluon.constexpr_function
-def rows_at_a_time(merge_splits, partials):
-    """Rows whose partials are fetched at a time."""
-    return max(partials // merge_splits, 1)
+@gluon.jit
+def wait_for_decode():
+    """Return once the decode's writes are there: the merge starts while it ends."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -217,6 +224,35 @@ UNSPECIALIZED = places(
 )
 
 
+class MergeGrid(NamedTuple):
+    """How a merge is cut into programs.
+
+    Attributes
+    ----------
+    merge_splits
+        A power of two, at least the splits of any request; or 128 for any number.
+    partials
+        Partial rows that a program fetches at a time.
+    programs
+        The grid: groups of rows, halves of the latent dimensions, requests.
+    """
+
+    merge_splits: int
+    partials: int
+    programs: tuple[int, int, int]
+
+
+def merge_grid(batch: int, splits: int, rows: int) -> MergeGrid:
+    """Cut the merge of at most `splits` splits of each row into programs."""
+    merge_splits = next((number for number in (4, 8, 16, 32, 64) if splits <= number), 128)
+    for partials in (MANY_PARTIALS.value, FEW_PARTIALS.value):
+        groups = -(-rows // max(partials // merge_splits, 1))
+        grid = MergeGrid(merge_splits, partials, (groups, 2, batch))
+        if merge_splits > FEW_PARTIALS.value or math.prod(grid.programs) >= ENOUGH_PROGRAMS:
+            break
+    return grid
+
+
 def launch_hopper_combine(
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -241,16 +277,11 @@ def launch_hopper_combine(
         Longest length that counts as one, and the split rule.
     """
     batch, partial_splits, rows = partial_lse.shape
-    merge_splits = next((number for number in (4, 8, 16, 32, 64) if partial_splits <= number), 128)
+    merge_splits, partials, programs = merge_grid(batch, partial_splits, rows)
     plan = (capacity, min_tokens, max_splits, partial_splits)
-    partials = MANY_PARTIALS
-    groups = -(-rows // rows_at_a_time(merge_splits, partials))
-    if merge_splits <= FEW_PARTIALS and 2 * batch * groups < ENOUGH_PROGRAMS:
-        partials = FEW_PARTIALS
-        groups = -(-rows // rows_at_a_time(merge_splits, partials))
     launch(
         hopper_combine_kernel,
-        (groups, 2, batch),
+        programs,
         (partial_out, partial_lse, cache_seqlens, out, lse, rows, *plan),
         {"MERGE_SPLITS": merge_splits, "PARTIALS": partials},
         unspecialized=UNSPECIALIZED,
