@@ -99,6 +99,7 @@ def report_of(
         options={"num_warps": 4},
     )
     sass = disassembled(compiled.asm["cubin"])
+    loops = loops_over_blocks(sass)
     return {
         "shared": compiled.metadata.shared,
         "fp8_products": len(re.findall(r"\bQGMMA", sass)),
@@ -106,14 +107,19 @@ def report_of(
         "transposing_loads": len(re.findall(r"\bLDSM\S*\.MT88", sass)),
         "scale_messages": len(re.findall(r"\bUTMALDG\.1D", sass)),
         "words": len(re.findall(r"\bLDGSTS\.E", sass)),
-        "spills_in_loops": spills_in_loops(sass),
+        "spills_in_loops": sum(count(r"\b(?:STL|LDL)\b", body) for body in loops),
+        "scale_terms_in_loops": sum(count(r"MUFU\.(?:LG2|RCP)", body) for body in loops),
+        "loads_behind_the_wait": loads_behind_the_wait(loops) if loops else None,
+        "early_starts": len(re.findall(r"\bPREEXIT\b", sass)),
+        "waits_for_the_launch_before": len(re.findall(r"\bACQBULK\b", sass)),
+        "prefetches": len(re.findall(r"\bCCTL\.E\.PF2", sass)),
         "wide_stores": len(re.findall(r"\bSTG\.E\.128", sass)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
     }
 
 
-def spills_in_loops(sass: str) -> int:
-    """Count instructions for spilled registers in innermost loops with products: over blocks."""
+def loops_over_blocks(sass: str) -> list[list[str]]:
+    """Find the innermost loops that have products: the instructions of each, in order."""
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
     code = [(int(address, 16), text) for address, text in lines]
     jumps = [
@@ -122,15 +128,28 @@ def spills_in_loops(sass: str) -> int:
         for target in re.findall(r"\bBRA .*?0x([0-9a-f]+)", text)
         if int(target, 16) < address
     ]
-    spills = products = 0
+    loops = []
     for start, end in jumps:
         inner = [jump for jump in jumps if start <= jump[0] and jump[1] <= end]
-        body = " ".join(text for address, text in code if start <= address <= end)
-        if inner == [(start, end)] and "GMMA" in body:
-            products += body.count("GMMA")
-            spills += len(re.findall(r"\b(?:STL|LDL)\b", body))
+        body = [text for address, text in code if start <= address <= end]
+        if inner == [(start, end)] and "GMMA" in " ".join(body):
+            loops.append(body)
+    products = sum(" ".join(body).count("GMMA.") for body in loops)
     assert products == sass.count("GMMA."), "a product is in no loop, or in two"
-    return spills
+    return loops
+
+
+def count(pattern: str, code: list[str]) -> int:
+    """Count the instructions that a pattern is found in."""
+    return sum(re.search(pattern, text) is not None for text in code)
+
+
+def loads_behind_the_wait(loops: list[list[str]]) -> int:
+    """Count the loads from shared memory between the scores and their maximum."""
+    (scores,) = (body for body in loops if count("HGMMA", body))
+    wait = next(i for i, text in enumerate(scores) if "WARPGROUP.DEPBAR" in text)
+    maximum = next(i for i, text in enumerate(scores) if "SHFL" in text)
+    return count(r"\bLDS\b", scores[wait:maximum])
 
 
 def disassembled(cubin: bytes) -> str:
@@ -185,6 +204,13 @@ def with_triton_36(tmp_path_factory):
 def check_common(name: str, report: dict) -> None:
     assert "C75" not in report["log"], report["log"]  # serialised wgmma
     assert report["spills_in_loops"] == 0
+    # What the scores' warpgroup, for which everybody waits, is spared: the scales' logarithms, and
+    # waiting for what could be loaded while the tensor cores work.
+    assert report["scale_terms_in_loops"] == 0
+    assert "causal" in name or report["loads_behind_the_wait"] == 0
+    # Both warpgroups of `add_values` let the merge start; the first page id is asked for early.
+    assert report["early_starts"] == 2
+    assert report["prefetches"] == 1
     assert report["shared"] <= SHARED_MEMORY_OF_HOPPER
     # Scores: 512 / 32 FP8 and 64 / 16 BF16 instructions, written out once, whatever is masked.
     # P @ V: two warpgroups, four tiles of 64 dimensions, 64 / 32 instructions.
@@ -205,6 +231,10 @@ def check_common(name: str, report: dict) -> None:
 def check_merge(name: str, report: dict) -> None:
     """Small: what a program executes, of one branch, it fetches for the first time."""
     assert spilled_bytes(report) == 0
+    assert report["waits_for_the_launch_before"] == 1
+    # Two programs to a multiprocessor, or many small ones.
+    fit = SHARED_MEMORY_OF_HOPPER // (report["shared"] + 1024)
+    assert fit > 8 if "few" in name else fit == 2
     branches = {"merge4": 1, "merge16-few": 3, "merge64": 5, "merge128": 5}[name]
     # Copies of 16 bytes in a loop; the assembler unrolls it by four, once more behind the loop.
     assert branches <= report["words"] <= 8 * branches

@@ -1,4 +1,4 @@
-"""What the Hopper kernel takes, and how it describes tensors to the TMA; no GPU needed."""
+"""What the Hopper kernel takes, its messages to the TMA, and how merges are cut; no GPU needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from stage3_dataflow.kernels import hopper_decode
+from stage3_dataflow.kernels.hopper_merge import merge_grid
 
 pytestmark = pytest.mark.stage3
 
@@ -43,6 +44,8 @@ def test_every_tma_message_ends_where_the_next_may_begin(page_size, block_rows):
     parts = (hopper_decode.geometry(tensors[name]) for name in names)
     tiles = hopper_decode.tile_descriptors(block_rows, *parts)
     assert (tiles.scale is None) == (page_size * 4 < 128)
+    for box in (tiles.query_codes, tiles.query_rope):
+        assert box.block_shape[0] == block_rows
     for tile in filter(None, tiles):
         assert math.prod(tile.block_shape) * tile.base.dtype.itemsize % 128 == 0
 
@@ -89,3 +92,18 @@ def shifted(tensor):
 def test_names_what_it_refuses(change, reason):
     assert why(call()) is None
     assert reason in why(change(call()))
+
+
+@pytest.mark.parametrize(
+    ("batch", "splits", "rows", "grid"),
+    [
+        (16, 8, 16, (8, 16, (8, 2, 16))),  # few rows: two to a program, not eight
+        (32, 4, 64, (4, 64, (4, 2, 32))),
+        (1, 64, 128, (64, 64, (128, 2, 1))),
+        (1, 64, 16, (64, 64, (16, 2, 1))),  # a program has at least one row's partials
+        (128, 200, 7, (128, 64, (7, 2, 128))),
+    ],
+)
+def test_merges_are_cut_into_enough_programs(batch, splits, rows, grid):
+    """(splits added up side by side, partial rows fetched at a time, (groups, halves, batch))."""
+    assert merge_grid(batch, splits, rows) == grid
