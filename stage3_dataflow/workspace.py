@@ -23,13 +23,26 @@ class DecodeWorkspace:
     def __init__(self, device: torch.device | str) -> None:
         self._out = torch.empty(0, dtype=torch.uint8, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
+        self._counter: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held for partial results."""
         held = (self._out, self._lse, *self._outgrown)
         return sum(buffer.nbytes for buffer in held)
+
+    def counter(self) -> Tensor:
+        """Int32 [1]: a kernel that counts with it finds 0 and leaves 0.
+
+        One that a CUDA graph sets to 0 is that graph's: until its first replay nobody has.
+        """
+        if self._counter is not None:
+            return self._counter
+        counter = torch.zeros(1, dtype=torch.int32, device=self._lse.device)
+        if not (counter.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._counter = counter
+        return counter
 
     def partials(
         self,

@@ -1,19 +1,23 @@
 """The decode kernel for Hopper, in Gluon: TMA, mbarriers and FP8 wgmma written out.
 
 The mathematics is stage 2's, block by block of 64 tokens; what is new is who does what. A program
-attends for one tile of rows (a row is a query token and a head) over one split of a request, with
-five roles that hand tiles to each other through shared memory:
+has a multiprocessor to itself and attends for one item after another: a tile of rows (a row is a
+query token and a head) over one split of a request. Its warps have roles, and hand each other tiles
+through shared memory:
 
 ================  =====  =========  ==============================================================
 role              warps  registers  work
 ================  =====  =========  ==============================================================
+`manage_items`    1      24         finds the next item; writes each one's log-sum-exp
 `load_blocks`     1      24         TMA: tokens' codes, scale and rope, a ring of four blocks
 `prepare_blocks`  1      24         logarithms of the scales; what lies behind the end is cleared
 `weigh_blocks`    4      88         scores (FP8 latent, then BF16 rope product), online softmax, P
 `add_values`      4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
 ================  =====  =========  ==============================================================
 
-(128 and 176 registers for a tile of at most 32 rows, whose O is half as large.)
+(128 and 176 registers for a tile of at most 32 rows, whose O is half as large.) Everybody waits for
+`weigh_blocks`, so what could be taken from it was; and while one item's output leaves, the blocks
+of the next one are already being fetched and weighed.
 
 Three things shape it.
 
@@ -31,9 +35,9 @@ the logarithm of P x scale but for the row's maximum. R = max u over the block (
 maximum - 60) makes 2^(u - R) 448 *the* e4m3 weight, whose largest is 448 exactly: stage 2's sigma
 is 2^R / 448, and there is no division. ratio = 2^(R_before - R), at most 2^60.
 
-The roles fit: no register is spilled, and no wgmma waits for another's registers. A test
-compiles the kernel without a GPU and asserts both, because neither is an error to a compiler.
-(Triton 3.9's assembler keeps a few words of `weigh_blocks` on the stack, where 3.6's does not.)
+The roles fit: nothing is spilled where it would cost, in the loops over blocks, and no wgmma waits
+for another's registers. A test compiles the kernel without a GPU and asserts both, because neither
+is an error to a compiler.
 
 References
 ----------
@@ -103,8 +107,6 @@ ROPE_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16
 SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 SCORE_TOKENS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 PER_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-STORED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-"""A warp stores 128 neighbouring dimensions of a row."""
 
 SWIZZLED_CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 SWIZZLED_ROPE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -140,59 +142,189 @@ class WeightQueue:
 
 
 @device_record
-class ScoreInputs:
-    """What `weigh_blocks` alone reads: the query tile."""
+class QueryTile:
+    """An item's queries, which `weigh_blocks` alone reads."""
 
-    query_codes: gl.shared_memory_descriptor  # [64 rows, 512] e4m3
-    query_rope: gl.shared_memory_descriptor  # [64 rows, 64] bf16
-    query_full: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor  # [1, 64 rows, 512] e4m3
+    rope: gl.shared_memory_descriptor  # [64 rows, 64] bf16
+    scale: gl.shared_memory_descriptor  # [64 rows] f32
     visible: gl.shared_memory_descriptor  # [64 rows] i32: the split's tokens that a row sees
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 @device_record
-class Ending:
-    """What the roles tell each other behind the last block."""
+class ItemQueue:
+    """What a program attends for, and what becomes of it: a tile of rows over a split of a request.
 
-    place: gl.shared_memory_descriptor  # [5, 1] i32: the tile's first row in `out`, its number of
-    # rows (the request may end within it), its first row in the partials, how many splits the
-    # request has, and the tokens of this one that the request's first row sees
-    bad_page: gl.shared_memory_descriptor  # [1] i32: some page id of the split is no page
-    bad_page_full: gl.shared_memory_descriptor
-    normalizer: gl.shared_memory_descriptor  # [64 rows] f32: 1 / l, 0 for an empty row
-    normalizer_full: gl.shared_memory_descriptor
-    ring_unused: gl.shared_memory_descriptor  # both warpgroups have read their last block
+    Two slots are used in turn. One is free again when all roles are through with its item.
+    """
+
+    words: gl.shared_memory_descriptor  # [ITEM_SLOTS, ITEM_WORDS] i32
+    full: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
+    empty: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
+    bad_page: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1] i32: some page id is no page
+    total: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: l, in the last block's unit
+    unit: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: that unit R
+    summed: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]: these and `bad_page` are there
+    normalizer: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: 1 / l, 0 for an empty row
+    normalized: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
 
 
-@device_record
-class Work:
-    """One program's part of a request's tokens: a split."""
-
-    first_block: gl.tensor  # in the request
-    blocks: gl.tensor
-    tokens: gl.tensor  # at most 64 blocks
+ITEM_SLOTS = gl.constexpr(2)
+ITEM_WORDS = gl.constexpr(8)
+BLOCKS = gl.constexpr(0)  # of the split; -1 behind the last item
+FIRST_BLOCK = gl.constexpr(1)  # in the request
+TOKENS = gl.constexpr(2)  # of the request, from the split's first on
+REQUEST = gl.constexpr(3)
+SPLITS = gl.constexpr(4)  # that the request has
+QUERY_ROW = gl.constexpr(5)  # the tile's first row in the query, `out` and `lse`
+PARTIAL_ROW = gl.constexpr(6)  # ... and in the partials
+LIVE_ROWS = gl.constexpr(7)  # of the tile: the request may end within it
 
 
 @gluon.jit
-def load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS: gl.constexpr):
-    """Start fetching the tile's queries.
+def slot_of(turn, SLOTS: gl.constexpr):
+    """Say which of a ring's slots is used in this turn; not by `%`, which looks after a sign."""
+    return turn & (SLOTS - 1)
 
-    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
-    of fewer than 64 rows, those of the scores that have no query at all.
+
+@gluon.jit
+def phase_of(turn, SLOTS: gl.constexpr):
+    """Parity of the slot's barriers in this turn."""
+    return (turn & SLOTS) // SLOTS
+
+
+@gluon.jit
+def read_word(items, n, WORD: gl.constexpr):
+    """Read what item n says."""
+    words = reinterpret(items.words, gl.int32, [ITEM_SLOTS * ITEM_WORDS, 1], FLAT)
+    return read_scalar(words.index(slot_of(n, ITEM_SLOTS) * ITEM_WORDS + WORD))
+
+
+@gluon.jit
+def wait_for_item(items, n):
+    """Wait for item n; return its number of blocks, -1 behind the last item."""
+    mbarrier.wait(items.full.index(slot_of(n, ITEM_SLOTS)), phase_of(n, ITEM_SLOTS))
+    return read_word(items, n, BLOCKS)
+
+
+@gluon.jit
+def release_item(items, n, MANY: gl.constexpr):
+    """Say that a role needs item n no more."""
+    if MANY:
+        mbarrier.arrive(items.empty.index(slot_of(n, ITEM_SLOTS)), count=1)
+
+
+@gluon.jit
+def place_of(index, plan):
+    """Find item `index`: the tiles of a split come first, then its request's splits.
+
+    Returns the tile, the split and the request.
     """
-    TILES: gl.constexpr = 64 // BLOCK_ROWS
-    codes = reinterpret(
-        inputs.query_codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
-    )
-    rope = reinterpret(
-        inputs.query_rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
-    )
-    mbarrier.expect(inputs.query_full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
-    for chunk in gl.static_range(CHUNKS):
-        load_tile(
-            query_codes, [query_row, chunk * CODE_CHUNK], inputs.query_full,
-            codes.index(chunk * TILES),
-        )  # fmt: skip
-    load_tile(query_rope, [query_row, 0], inputs.query_full, rope.index(0))
+    tiles, _capacity, _min_tokens, _max_splits, partial_splits = plan
+    part = index // tiles
+    return index % tiles, part % partial_splits, part // partial_splits
+
+
+@gluon.jit
+def blocks_of(length, split, plan):
+    """Say which part of a request a split is.
+
+    Returns its number of blocks, its first block, the request's tokens from there on, the number of
+    the request's splits, and whether the split is one of them. The grid has a program for each that
+    the longest request could have; a request without tokens has one split, without blocks.
+    """
+    _tiles, capacity, min_tokens, max_splits, _partial_splits = plan
+    length = gl.where((length < 0) | (length > capacity), 0, length)
+    splits, first_block, end_block = split_of_request(length, split, min_tokens, max_splits)
+    exists = (first_block < end_block) | ((length == 0) & (split == 0))
+    blocks = gl.maximum(end_block - first_block, 0)
+    return blocks, first_block, length - first_block * BLOCK_TOKENS, splits, exists
+
+
+@gluon.jit
+def write_item(items, n, place, extent, rows, plan, BLOCK_ROWS: gl.constexpr):
+    """Put item n where the roles read it. A split that is none has no rows: nothing is written."""
+    tile, split, request = place
+    blocks, first_block, tokens, splits, exists = extent
+    first_row = tile * BLOCK_ROWS
+    live_rows = gl.where(exists, gl.minimum(rows - first_row, BLOCK_ROWS), 0)
+    word = gl.arange(0, ITEM_WORDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    words = (request * plan[4] + split) * rows + first_row  # PARTIAL_ROW
+    words = gl.where(word == BLOCKS, blocks, words)
+    words = gl.where(word == FIRST_BLOCK, first_block, words)
+    words = gl.where(word == TOKENS, tokens, words)
+    words = gl.where(word == REQUEST, request, words)
+    words = gl.where(word == SPLITS, splits, words)
+    words = gl.where(word == QUERY_ROW, request * rows + first_row, words)
+    items.words.index(slot_of(n, ITEM_SLOTS)).store(gl.where(word == LIVE_ROWS, live_rows, words))
+
+
+@gluon.jit
+def manage_items(
+    items, cache_seqlens, counter, lse, partial_lse, number, rows, plan,
+    BLOCK_ROWS: gl.constexpr, MANY: gl.constexpr,
+):  # fmt: skip
+    """Write each item's log-sum-exp, and find the next item; one warp.
+
+    A program's first item has its own number. Where there are more items than programs, each
+    further one is whoever's comes to ask for it; the counter is left at 0.
+    """
+    if MANY:
+        tiles, _capacity, _min_tokens, _max_splits, partial_splits = plan
+        programs = gl.num_programs(0)
+        n = programs * 0 + 1
+        index = programs + gl.atomic_add(counter, 1)
+        while index < number:
+            place = place_of(index, plan)
+            extent = blocks_of(gl.load(cache_seqlens + place[2]), place[1], plan)
+            if extent[4]:
+                slot = slot_of(n, ITEM_SLOTS)
+                mbarrier.wait(items.empty.index(slot), phase_of(n, ITEM_SLOTS) ^ 1)
+                write_item(items, n, place, extent, rows, plan, BLOCK_ROWS)
+                mbarrier.arrive(items.full.index(slot), count=1)
+                finish_item(items, n - 1, lse, partial_lse, MANY)
+                n += 1
+            else:  # nor do the request's further splits exist
+                gl.atomic_max(counter, (place[2] + 1) * tiles * partial_splits - programs)
+            index = programs + gl.atomic_add(counter, 1)
+        # Every program asks in vain once; nobody asks after the last of them.
+        if index == number + programs - 1:
+            gl.store(counter, 0)
+        slot = slot_of(n, ITEM_SLOTS)
+        mbarrier.wait(items.empty.index(slot), phase_of(n, ITEM_SLOTS) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        items.words.index(slot).store(gl.full([ITEM_WORDS], -1, gl.int32, layout))
+        mbarrier.arrive(items.full.index(slot), count=1)
+        finish_item(items, n - 1, lse, partial_lse, MANY)
+    else:
+        finish_item(items, 0, lse, partial_lse, MANY)
+
+
+@gluon.jit
+def finish_item(items, n, lse, partial_lse, MANY: gl.constexpr):
+    """Once an item has been summed: its log-sum-exp, and what its output is divided by."""
+    slot = slot_of(n, ITEM_SLOTS)
+    mbarrier.wait(items.summed.index(slot), phase_of(n, ITEM_SLOTS))
+    bad_page = read_scalar(items.bad_page.index(slot)) != 0
+    total = items.total.index(slot).load(PER_LANE)
+    unit = items.unit.index(slot).load(PER_LANE)
+    empty = (total == 0.0) | bad_page
+    items.normalizer.index(slot).store(gl.where(empty, 0.0, 1.0 / total))
+    mbarrier.arrive(items.normalized.index(slot), count=1)
+    splits = read_word(items, n, SPLITS)
+    # A split tells the merge of a bad page by a log-sum-exp no attention can have.
+    mark = gl.where(bad_page & (splits > 1), float("inf"), float("-inf"))
+    row_lse = (unit - LOG2_E4M3_MAX + gl.log2(total)) * LN2
+    row_lse = gl.where(empty, mark, row_lse)
+    row = gl.arange(0, 64, PER_LANE)
+    live = row < read_word(items, n, LIVE_ROWS)
+    if splits > 1:
+        gl.store(partial_lse + read_word(items, n, PARTIAL_ROW) + row, row_lse, mask=live)
+    else:
+        gl.store(lse + read_word(items, n, QUERY_ROW) + row, row_lse, mask=live)
+    release_item(items, n, MANY)
 
 
 @gluon.jit
@@ -205,12 +337,44 @@ def prefetch(address):
 
 @gluon.jit
 def load_blocks(
-    codes_plane, rope_plane, scale_plane, table, num_pages, rows_per_page, ring, ending, work,
-    PAGE_SIZE: gl.constexpr,
+    queries, codes_plane, rope_plane, scale_plane, block_table, table_stride, num_pages,
+    rows_per_page, query, ring, items, PAGE_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    MANY: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the split's blocks in order; the producer, one warp.
+    """Fetch the items' blocks in order, and all queries but the first; the producer, one warp.
 
-    A page id that is no page is replaced by page 0, and the whole split is marked: nothing outside
+    It runs ahead into the next item as far as the ring has room.
+    """
+    n = num_pages * 0
+    loaded = n
+    blocks = read_word(items, n, BLOCKS)
+    if MANY:
+        while blocks >= 0:
+            load_item(
+                n, loaded, blocks, queries, codes_plane, rope_plane, scale_plane, block_table,
+                table_stride, num_pages, rows_per_page, query, ring, items, PAGE_SIZE,
+                BLOCK_ROWS, MANY,
+            )  # fmt: skip
+            loaded += blocks
+            n += 1
+            blocks = wait_for_item(items, n)
+    else:
+        load_item(
+            0, 0, blocks, queries, codes_plane, rope_plane, scale_plane, block_table,
+            table_stride, num_pages, rows_per_page, query, ring, items, PAGE_SIZE,
+            BLOCK_ROWS, MANY,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_item(
+    n, loaded, blocks, queries, codes_plane, rope_plane, scale_plane, block_table, table_stride,
+    num_pages, rows_per_page, query, ring, items, PAGE_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, MANY: gl.constexpr,
+):  # fmt: skip
+    """Fetch an item's blocks.
+
+    A page id that is no page is replaced by page 0, and the whole item is marked: nothing outside
     the planes is read, and nobody waits for a block that never comes.
     """
     BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK_TOKENS else BLOCK_TOKENS
@@ -227,18 +391,26 @@ def load_blocks(
     )
     scale = reinterpret(ring.scale, gl.float32, [STAGES * BOXES, BOX], FLAT_SCALE)
     codes_rows_per_page, rope_rows_per_page, scale_rows_per_page = rows_per_page
-    first_token = work.first_block * BLOCK_TOKENS
-    last_column = (first_token + work.tokens - 1) // PAGE_SIZE
-    bad_page = work.blocks * 0
-    for i in range(work.blocks):
-        stage = i % STAGES
+    tokens = gl.minimum(read_word(items, n, TOKENS), blocks * BLOCK_TOKENS)
+    first_token = read_word(items, n, FIRST_BLOCK) * BLOCK_TOKENS
+    request = read_word(items, n, REQUEST)
+    table = block_table + request.to(gl.int64) * table_stride
+    last_column = (first_token + tokens - 1) // PAGE_SIZE
+    if MANY:
+        query_row = read_word(items, n, QUERY_ROW)
+        if (n > 0) & (blocks == 0):
+            load_query(queries, query_row, n, query, BLOCK_ROWS)
+    bad_page = blocks * 0
+    for i in range(blocks):
+        g = loaded + i
+        stage = slot_of(g, STAGES)
         barrier = ring.full.index(stage)
         for box in range(BOXES):
             token = first_token + i * BLOCK_TOKENS + box * BOX
             # Entries behind the request's end are not followed: its last page is fetched again.
             page = gl.load(table + gl.minimum(token // PAGE_SIZE, last_column))
             if box == 0:
-                mbarrier.wait(ring.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+                mbarrier.wait(ring.empty.index(stage), phase_of(g, STAGES) ^ 1)
                 if not SCALE_BY_TMA:
                     load_scales(
                         scale_plane, table, num_pages, scale_rows_per_page, ring.scale.index(stage),
@@ -263,30 +435,83 @@ def load_blocks(
                     scale_plane, [page * scale_rows_per_page + slot], barrier,
                     scale.index(stage * BOXES + box),
                 )  # fmt: skip
-    store_scalar(ending.bad_page, bad_page)
-    mbarrier.arrive(ending.bad_page_full, count=1)
+        if MANY:
+            # The tile is free once the item before has its last scores. By then there is room in
+            # the ring for a block or two, which therefore come first.
+            if (n > 0) & (i == gl.minimum(blocks - 1, 1)):
+                load_query(queries, query_row, n, query, BLOCK_ROWS)
+    slot = slot_of(n, ITEM_SLOTS)
+    store_scalar(items.bad_page.index(slot), bad_page)
+    mbarrier.arrive(items.summed.index(slot), count=1)
+    release_item(items, n, MANY)
 
 
 @gluon.jit
-def prepare_blocks(ring, work):
+def load_query(queries, query_row, n, query, BLOCK_ROWS: gl.constexpr):
+    """Start fetching item n's queries, once the ones before have been used.
+
+    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
+    of fewer than 64 rows, those of the scores that have no query at all.
+    """
+    codes_plane, rope_plane, scale_plane, query_rows = queries
+    TILES: gl.constexpr = 64 // BLOCK_ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    codes = reinterpret(
+        query.codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
+    )
+    rope = reinterpret(
+        query.rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+    )
+    mbarrier.wait(query.empty, (n & 1) ^ 1)
+    row = query_row + gl.arange(0, 64, LAYOUT)
+    load_words(query.scale, scale_plane + gl.minimum(row, query_rows - 1))
+    arrive_after_words(query.full)
+    mbarrier.expect(query.full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
+    for chunk in gl.static_range(CHUNKS):
+        load_tile(
+            codes_plane, [query_row, chunk * CODE_CHUNK], query.full, codes.index(chunk * TILES)
+        )
+    load_tile(rope_plane, [query_row, 0], query.full, rope.index(0))
+
+
+@gluon.jit
+def prepare_blocks(ring, items, MANY: gl.constexpr):
     """Work out each block's terms of the scale, and clear what lies behind the end; one warp.
 
     A lane has two tokens here; in the scores' layout every thread would need those of 16. Nobody
     waits for it but at the start: it is blocks ahead of `weigh_blocks`, which everybody waits for.
     A token behind the end has the logarithm -inf, and so the weight 0, without a comparison.
     """
+    n = gl.program_id(0) * 0
+    prepared = n
+    blocks = read_word(items, n, BLOCKS)
+    if MANY:
+        while blocks >= 0:
+            prepare_item(n, prepared, blocks, ring, items, MANY)
+            prepared += blocks
+            n += 1
+            blocks = wait_for_item(items, n)
+    else:
+        prepare_item(0, 0, blocks, ring, items, MANY)
+
+
+@gluon.jit
+def prepare_item(n, prepared, blocks, ring, items, MANY: gl.constexpr):
+    """Prepare an item's blocks."""
     token = gl.arange(0, BLOCK_TOKENS, PER_LANE)
-    for i in range(work.blocks):
-        stage = i % STAGES
-        mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+    tokens = read_word(items, n, TOKENS)
+    for i in range(blocks):
+        stage = slot_of(prepared + i, STAGES)
+        mbarrier.wait(ring.full.index(stage), phase_of(prepared + i, STAGES))
         scale = ring.scale.index(stage).load(PER_LANE)
-        live = token < work.tokens - i * BLOCK_TOKENS
+        live = token < tokens - i * BLOCK_TOKENS
         ring.log2_scale.index(stage).store(gl.where(live, approximate("lg2", scale), float("-inf")))
         ring.inverse_scale.index(stage).store(gl.where(live, approximate("rcp", scale), 1.0))
-        if i * BLOCK_TOKENS + BLOCK_TOKENS > work.tokens:
-            clear_slots(ring, stage, work.tokens % BLOCK_TOKENS)
+        if i * BLOCK_TOKENS + BLOCK_TOKENS > tokens:
+            clear_slots(ring, stage, tokens % BLOCK_TOKENS)
             fence_async_shared()
         mbarrier.arrive(ring.ready.index(stage), count=1)
+    release_item(items, n, MANY)
 
 
 @gluon.jit
@@ -339,82 +564,96 @@ def read_scalar(memory):
 
 
 @gluon.jit
-def read_place(ending):
-    """Where the tile's rows go. Read behind the loop: across it there are no registers to spare."""
-    return (
-        read_scalar(ending.place.index(0)),
-        read_scalar(ending.place.index(1)),
-        read_scalar(ending.place.index(2)),
-        read_scalar(ending.place.index(3)),
+def unknown_zero():
+    """Return 0, unknown to the compiler: what it is part of, it does not keep in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def weigh_blocks(
-    query_scale, lse, partial_lse, ring, queue, inputs, ending, blocks, query_row, live_rows,
-    score_scale_log2, heads, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
+    query, ring, queue, items, score_scale_log2, rows, heads, BLOCK_ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
     """Scores, online softmax and P of every block; one warpgroup.
 
     P of block i is stored before the scores of block i + 1 are started, and published after they
     are finished: published earlier, the P @ V warpgroups' products queue in front of the scores
     that everybody waits for next. A tile of few rows has short products, and publishes at once.
-    """
-    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
-    row = gl.arange(0, 64, SCORE_ROWS)
-    row_scale = gl.load(query_scale + query_row + row, mask=row < live_rows, other=0.0)
-    row_scale = row_scale * score_scale_log2
-    running_max = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
-    unit = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
-    partial_sum = sum_in_thread(gl.zeros([64, 64], gl.float32, SCORES))
-    if CAUSAL:
-        seen = read_scalar(ending.place.index(4))
-        inputs.visible.store(seen + (gl.program_id(0) * BLOCK_ROWS + row) // heads)
-    mbarrier.wait(inputs.query_full, 0)
-    for i in range(blocks):
-        running_max, unit, partial_sum = weigh_block(
-            i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
-            AT_ONCE, CAUSAL,
-        )  # fmt: skip
-    if not AT_ONCE:
-        mbarrier.arrive(queue.full.index((blocks - 1) % WEIGHT_SLOTS), count=1)
 
-    total = gl.convert_layout(gl.sum(partial_sum, 1), SCORE_ROWS)
-    mbarrier.wait(ending.bad_page_full, 0)
-    bad_page = read_scalar(ending.bad_page) != 0
-    out_row, live_rows, partial_row, splits = read_place(ending)
-    empty = (total == 0.0) | bad_page
-    row_lse = (unit - LOG2_E4M3_MAX + gl.log2(total)) * LN2
-    # A split tells the merge of a bad page by a log-sum-exp no attention can have.
-    mark = gl.where(bad_page & (splits > 1), float("inf"), float("-inf"))
-    row_lse = gl.where(empty, mark, row_lse)
-    row = gl.arange(0, 64, SCORE_ROWS)
-    if splits > 1:
-        gl.store(partial_lse + partial_row + row, row_lse, mask=row < live_rows)
+    Registers are short, so what an item ends with is left to `manage_items`.
+    """
+    n = rows * 0
+    first = n
+    blocks = read_word(items, n, BLOCKS)
+    if MANY:
+        while blocks >= 0:
+            weigh_item(
+                n, first, first + blocks, query, ring, queue, items, score_scale_log2, rows, heads,
+                BLOCK_ROWS, CAUSAL, MANY,
+            )  # fmt: skip
+            first += blocks
+            n += 1
+            blocks = wait_for_item(items, n)
     else:
-        gl.store(lse + out_row + row, row_lse, mask=row < live_rows)
-    # Last: with the stores behind it, Triton 3.6's assembler spills six words in the loops.
-    ending.normalizer.store(gl.where(empty, 0.0, 1.0 / total))
-    mbarrier.arrive(ending.normalizer_full, count=1)
+        weigh_item(
+            0, 0, blocks, query, ring, queue, items, score_scale_log2, rows, heads,
+            BLOCK_ROWS, CAUSAL, MANY,
+        )  # fmt: skip
 
 
 @gluon.jit
-def score_block(i, ring, inputs, CAUSAL: gl.constexpr):
+def weigh_item(
+    n, first, end, query, ring, queue, items, score_scale_log2, rows, heads,
+    BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr, MANY: gl.constexpr,
+):  # fmt: skip
+    """Weigh an item's blocks, which are the program's from `first` to `end`."""
+    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
+    running_max = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
+    unit = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
+    partial_sum = sum_in_thread(gl.zeros([64, 64], gl.float32, SCORES))
+    mbarrier.wait(query.full, n & 1)
+    row_scale = query.scale.load(SCORE_ROWS) * score_scale_log2
+    if CAUSAL:
+        first_row = read_word(items, n, QUERY_ROW) - read_word(items, n, REQUEST) * rows
+        row = first_row + gl.arange(0, 64, SCORE_ROWS)
+        seen_first = read_word(items, n, TOKENS) - rows // heads + 1
+        # By the program's count of tokens, as the blocks are counted.
+        query.visible.store(first * BLOCK_TOKENS + seen_first + row // heads)
+    for g in range(first, end):
+        running_max, unit, partial_sum = weigh_block(
+            g, first, end, running_max, unit, partial_sum, row_scale, query, ring, queue,
+            AT_ONCE, CAUSAL,
+        )  # fmt: skip
+    mbarrier.arrive(query.empty, count=1)
+    if not AT_ONCE:
+        mbarrier.arrive(queue.full.index(slot_of(end + 1, WEIGHT_SLOTS)), count=1, pred=end > first)
+    slot = slot_of(n, ITEM_SLOTS)
+    items.total.index(slot).store(gl.convert_layout(gl.sum(partial_sum, 1), SCORE_ROWS))
+    items.unit.index(slot).store(unit)
+    mbarrier.arrive(items.summed.index(slot), count=1)
+    release_item(items, n, MANY)
+
+
+@gluon.jit
+def score_block(g, query, ring, CAUSAL: gl.constexpr):
     """Multiply a block's [64 rows, 64 tokens] scores; with them its scales, and their log2.
 
     The latent product comes first: a large rotary score in the FP8 accumulator would cost the
     latent's small products.
     """
-    stage = i % STAGES
-    mbarrier.wait(ring.ready.index(stage), (i // STAGES) & 1)
+    stage = slot_of(g, STAGES)
+    mbarrier.wait(ring.ready.index(stage), phase_of(g, STAGES))
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
     scores = warpgroup_mma(
-        inputs.query_codes, ring.codes.index(stage).permute((1, 0)), zeros,
+        # A place unknown until now: else the descriptors of its parts are kept, and take registers.
+        query.codes.index(unknown_zero()), ring.codes.index(stage).permute((1, 0)), zeros,
         use_acc=False, is_async=True,
     )  # fmt: skip
     scores = relabel_accumulator(scores, ROPE_SCORES)
     scores = warpgroup_mma(
-        inputs.query_rope, ring.rope.index(stage).permute((1, 0)), scores, is_async=True
+        query.rope, ring.rope.index(stage).permute((1, 0)), scores, is_async=True
     )
     scores = relabel_accumulator(scores, SCORES)
     # Loaded meanwhile: behind the wait, everything would wait for them. What hides tokens takes the
@@ -431,7 +670,7 @@ def score_block(i, ring, inputs, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def weigh_block(
-    i, blocks, running_max, unit, partial_sum, row_scale, ring, queue, inputs,
+    g, first, end, running_max, unit, partial_sum, row_scale, query, ring, queue,
     AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One block's scores and its step of the online softmax, up to P in shared memory.
@@ -440,22 +679,22 @@ def weigh_block(
     of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over four
     threads a row.
     """
-    scores, scale, log2_scale = score_block(i, ring, inputs, CAUSAL)
+    scores, scale, log2_scale = score_block(g, query, ring, CAUSAL)
     if not AT_ONCE:
-        mbarrier.arrive(queue.full.index((i + 1) % WEIGHT_SLOTS), count=1, pred=i > 0)
+        mbarrier.arrive(queue.full.index(slot_of(g + 1, WEIGHT_SLOTS)), count=1, pred=g > first)
     # The scales' product first: either alone could push a finite score past float32.
     weighted_log2 = scores * (scale[None, :] * row_scale[:, None])
     weighted_log2 += log2_scale[None, :]
     if CAUSAL:
-        if i + 2 >= blocks:  # with s_q at most 65, every row sees the others whole
-            weighted_log2 = hide_tokens(weighted_log2, i, inputs)
+        if g + 2 >= end:  # with s_q at most 65, every row sees the others whole
+            weighted_log2 = hide_tokens(weighted_log2, g, query)
     block_max = gl.convert_layout(max_over_tokens(weighted_log2), SCORE_ROWS, assert_trivial=True)
     running_max = gl.maximum(running_max, block_max)
     new_unit = gl.maximum(block_max, running_max - UNIT_FLOOR)
     weights = gl.exp2(weighted_log2 - (new_unit - LOG2_E4M3_MAX)[:, None])
     ratio = gl.exp2(unit - new_unit)
     # The sum before P: P waits for the next scores anyway, and the registers don't hold more.
-    inverse_scale = ring.inverse_scale.index(i % STAGES).load(SCORE_TOKENS)
+    inverse_scale = ring.inverse_scale.index(slot_of(g, STAGES)).load(SCORE_TOKENS)
     thread_ratio = gl.convert_layout(
         ratio, gl.SliceLayout(1, partial_sum.type.layout), assert_trivial=True
     )
@@ -463,8 +702,8 @@ def weigh_block(
         weights * inverse_scale[None, :]
     )
 
-    slot = i % WEIGHT_SLOTS
-    mbarrier.wait(queue.empty.index(slot), ((i // WEIGHT_SLOTS) & 1) ^ 1)
+    slot = slot_of(g, WEIGHT_SLOTS)
+    mbarrier.wait(queue.empty.index(slot), phase_of(g, WEIGHT_SLOTS) ^ 1)
     # The order of tokens along the contraction in which `load_values` has V.
     weight_codes = weights.to(gl.float8e4nv).reshape([64, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     queue.weights.index(slot).store(weight_codes.reshape([64, 64]))
@@ -476,9 +715,9 @@ def weigh_block(
 
 
 @gluon.jit
-def hide_tokens(weighted_log2, i, inputs):
-    """Make -inf of the tokens of block i that a row does not see."""
-    visible = inputs.visible.load(SCORE_ROWS) - i * BLOCK_TOKENS
+def hide_tokens(weighted_log2, g, query):
+    """Make -inf of the tokens of a block that a row does not see."""
+    visible = query.visible.load(SCORE_ROWS) - g * BLOCK_TOKENS
     token = gl.arange(0, 64, SCORE_TOKENS)
     return gl.where(token[None, :] < visible[:, None], weighted_log2, float("-inf"))
 
@@ -516,25 +755,49 @@ def approximate(FUNCTION: gl.constexpr, x):
 
 @gluon.jit
 def add_values(
-    out, partial_out, ring, queue, ending, blocks, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr
-):
+    out, partial_out, ring, queue, items, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    MANY: gl.constexpr,
+):  # fmt: skip
     """O^T of half the latent dimensions over all blocks, then the output; one warpgroup.
 
     O lies in four tiles of 64 dimensions, taken in turn, so that one block's product needs 32
     registers a thread beside O's 128.
     """
+    n = gl.program_id(0) * 0
+    first = n
+    blocks = read_word(items, n, BLOCKS)
+    if MANY:
+        while blocks >= 0:
+            add_item(
+                n, first, first + blocks, out, partial_out, ring, queue, items, HALF, BLOCK_ROWS,
+                MANY,
+            )  # fmt: skip
+            first += blocks
+            n += 1
+            blocks = wait_for_item(items, n)
+        let_merge_start()
+    else:
+        add_item(0, 0, blocks, out, partial_out, ring, queue, items, HALF, BLOCK_ROWS, MANY)
+
+
+@gluon.jit
+def add_item(
+    n, first, end, out, partial_out, ring, queue, items, HALF: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, MANY: gl.constexpr,
+):  # fmt: skip
+    """Add up an item's blocks, which are the program's from `first` to `end`."""
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
     o0 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
     o1 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
     o2 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
     o3 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
-    for i in range(blocks):
-        stage = i % STAGES
-        slot = i % WEIGHT_SLOTS
+    for g in range(first, end):
+        stage = slot_of(g, STAGES)
+        slot = slot_of(g, WEIGHT_SLOTS)
         codes = ring.codes.index(stage)
-        mbarrier.wait(ring.ready.index(stage), (i // STAGES) & 1)
+        mbarrier.wait(ring.ready.index(stage), phase_of(g, STAGES))
         even, odd = load_values(codes, HALF, 0, ACCUMULATOR)
-        mbarrier.wait(queue.full.index(slot), (i // WEIGHT_SLOTS) & 1)
+        mbarrier.wait(queue.full.index(slot), phase_of(g, WEIGHT_SLOTS))
         weights = queue.weights.index(slot).slice(0, BLOCK_ROWS, dim=0).permute((1, 0))
         block = start_product(even, weights, ACCUMULATOR, BLOCK_ROWS)
         ratio = queue.ratio.index(slot).slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
@@ -551,26 +814,55 @@ def add_values(
         o3 = o3 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
         mbarrier.arrive(queue.empty.index(slot), count=1)
 
-    # O passes through the ring, which no role reads any more: a thread holds single elements of
-    # many rows, and storing those one by one would take longer than several blocks.
-    mbarrier.arrive(ending.ring_unused, count=1)
-    let_merge_start()
-    mbarrier.wait(ending.normalizer_full, 0)
-    normalizer = ending.normalizer.slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
-    mbarrier.wait(ending.ring_unused, 0)
-    BITS: gl.constexpr = 16 if out.dtype.element_ty == gl.bfloat16 else 32
-    DTYPE: gl.constexpr = gl.bfloat16 if BITS == 16 else gl.float32
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    TILES: gl.constexpr = 32 // BITS  # of the ring, for each half
-    staged = reinterpret(ring.codes, DTYPE, [2 * TILES, 64, HALF_RANK], SWIZZLED)
-    staged = staged.index(TILES * HALF).slice(0, BLOCK_ROWS, dim=0)
-    staged.slice(0, 128, dim=1).store(normalized(o0, o1, normalizer).to(DTYPE))
-    staged.slice(128, 128, dim=1).store(normalized(o2, o3, normalizer).to(DTYPE))
-    out_row, live_rows, partial_row, splits = read_place(ending)
-    if splits == 1:
-        store_rows(out, staged, out_row, live_rows, HALF, BLOCK_ROWS)
+    if not MANY:
+        let_merge_start()
+    slot = slot_of(n, ITEM_SLOTS)
+    mbarrier.wait(items.normalized.index(slot), phase_of(n, ITEM_SLOTS))
+    normalizer = items.normalizer.index(slot).slice(0, BLOCK_ROWS)
+    normalizer = normalizer.load(gl.SliceLayout(0, ACCUMULATOR))
+    tiles = (o0, o1, o2, o3)
+    row = read_word(items, n, QUERY_ROW)
+    if out.dtype == partial_out.dtype:
+        split = read_word(items, n, SPLITS) > 1
+        row = gl.where(split, read_word(items, n, PARTIAL_ROW), row)
+        target = gl.where(split, partial_out, out)
+        write_output(target, row, items, n, tiles, normalizer, HALF)
+    elif read_word(items, n, SPLITS) > 1:
+        row = read_word(items, n, PARTIAL_ROW)
+        write_output(partial_out, row, items, n, tiles, normalizer, HALF)
     else:
-        store_rows(partial_out, staged, partial_row, live_rows, HALF, BLOCK_ROWS)
+        write_output(out, row, items, n, tiles, normalizer, HALF)
+    release_item(items, n, MANY)
+
+
+@gluon.jit
+def write_output(out, first_row, items, n, tiles, normalizer, HALF: gl.constexpr):
+    """Divide an item's O by l and write it: 256 dimensions of the rows that the request has."""
+    o0, o1, o2, o3 = tiles
+    live_rows = read_word(items, n, LIVE_ROWS)
+    out += first_row.to(gl.int64) * KV_LORA_RANK + HALF * HALF_RANK
+    # Both in `out`'s dtype first: half as many registers.
+    first = normalized(o0, o1, normalizer).to(out.dtype.element_ty)
+    second = normalized(o2, o3, normalizer).to(out.dtype.element_ty)
+    store_held(out, first, live_rows)
+    store_held(out + 128, second, live_rows)
+
+
+@gluon.jit
+def store_held(out, values, live_rows):
+    """Write 128 dimensions of the tile's rows: only those that the request has.
+
+    A thread has two neighbouring dimensions of many rows, eight threads together 32 bytes of a row.
+    Through shared memory they would leave in wider stores, which gained nothing.
+    """
+    LAYOUT: gl.constexpr = values.type.layout
+    row = unknown_zero() + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    offset = (row * KV_LORA_RANK)[:, None] + dim[None, :]
+    if live_rows == values.shape[0]:
+        gl.store(out + offset, values)
+    else:
+        gl.store(out + offset, values, mask=(row < live_rows)[:, None])
 
 
 @gluon.jit
@@ -628,46 +920,11 @@ def normalized(even, odd, normalizer):
     return joined.reshape([joined.shape[0], 128])
 
 
-@gluon.jit
-def store_rows(out, staged, out_row, live_rows, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr):
-    """Write the tile's rows of this half, in `out`'s dtype: only those that the request has."""
-    # 16 bytes a thread; a warp has neighbouring dimensions of a row.
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 128 // staged.dtype.primitive_bitwidth], [1, 32], [4, 1], [1, 0]
-    )
-    out += out_row.to(gl.int64) * KV_LORA_RANK
-    dim = HALF * HALF_RANK + gl.arange(0, HALF_RANK, gl.SliceLayout(0, LAYOUT))
-    for start in gl.static_range(0, BLOCK_ROWS, 16):
-        row = start + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-        values = staged.slice(start, 16, dim=0).load(LAYOUT)  # [16, 256]
-        address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
-        gl.store(address, values.to(out.dtype.element_ty), mask=(row < live_rows)[:, None])
-
-
-@gluon.jit
-def store_empty_rows(out, lse, out_row, live_rows, BLOCK_ROWS: gl.constexpr):
-    """Write the tile's rows of a request without tokens: 0, with log-sum-exp -inf."""
-    out += out_row.to(gl.int64) * KV_LORA_RANK
-    dim = gl.arange(0, KV_LORA_RANK, gl.SliceLayout(0, STORED))
-    for start in gl.static_range(0, BLOCK_ROWS, 16):
-        row = start + gl.arange(0, 16, gl.SliceLayout(1, STORED))
-        live = row < live_rows
-        address = out + (row[:, None] * KV_LORA_RANK + dim[None, :])
-        gl.store(
-            address, gl.zeros([16, KV_LORA_RANK], out.dtype.element_ty, STORED), mask=live[:, None]
-        )
-        gl.store(
-            lse + out_row + row,
-            gl.full([16], float("-inf"), gl.float32, row.type.layout),
-            mask=live,
-        )
-
-
 @gluon.jit(
     do_not_specialize=[
-        "rows", "heads", "num_pages", "codes_rows_per_page", "rope_rows_per_page",
-        "scale_rows_per_page", "table_stride", "capacity", "min_tokens", "max_splits",
-        "partial_splits",
+        "number", "tiles", "rows", "heads", "query_rows", "num_pages", "codes_rows_per_page",
+        "rope_rows_per_page", "scale_rows_per_page", "table_stride", "capacity", "min_tokens",
+        "max_splits", "partial_splits",
     ]
 )  # fmt: skip
 def hopper_decode_kernel(
@@ -679,13 +936,17 @@ def hopper_decode_kernel(
     query_scale,  # [batch, rows] f32
     block_table,  # [batch, max_pages] i32
     cache_seqlens,  # [batch] i32
+    counter,  # [1] i32, 0: items that have been taken beside the programs' first
     out,  # [batch, rows, 512]
     lse,  # [batch, rows] f32
-    partial_out,  # [batch, partial_splits, rows, 512] f32
+    partial_out,  # [batch, partial_splits, rows, 512]
     partial_lse,  # [batch, partial_splits, rows] f32
     score_scale_log2,
+    number,  # of items: tiles x partial_splits x batch
+    tiles,  # of rows
     rows,
     heads,
+    query_rows,  # batch x rows
     num_pages,
     codes_rows_per_page,
     rope_rows_per_page,
@@ -698,20 +959,21 @@ def hopper_decode_kernel(
     PAGE_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MANY: gl.constexpr,
 ):
-    """Attend for one tile of rows over one split of one request; see the module's docstring.
+    """Attend for tiles of rows over splits of requests; see the module's docstring.
 
-    The grid is (tiles, splits, batch): the tiles of a request run side by side and share its blocks
-    in L2.
+    The tiles of a request run side by side and share its blocks in L2. `MANY` says that there are
+    more items than programs, of which a multiprocessor has one.
     """
-    split = gl.program_id(1)
-    request = gl.program_id(2)
+    plan = (tiles, capacity, min_tokens, max_splits, partial_splits)
+    if MANY:
+        place = place_of(gl.program_id(0), plan)
+    else:
+        place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
+    tile, split, request = place
     length = gl.load(cache_seqlens + request)
     # The length takes a while to come; meanwhile, what does not depend on it.
-    first_row = gl.program_id(0) * BLOCK_ROWS
-    live_rows = gl.minimum(rows - first_row, BLOCK_ROWS)
-    query_row = request * rows + first_row
-    partial_row = (request * partial_splits + split) * rows + first_row
     ring = BlockRing(
         gl.allocate_shared_memory(
             gl.float8e4nv, [STAGES, BLOCK_TOKENS, KV_LORA_RANK], SWIZZLED_CODES
@@ -734,72 +996,71 @@ def hopper_decode_kernel(
         new_barriers(WEIGHT_SLOTS, 1),
         new_barriers(WEIGHT_SLOTS, 2),
     )
-    inputs = ScoreInputs(
-        gl.allocate_shared_memory(gl.float8e4nv, [64, KV_LORA_RANK], SWIZZLED_CODES),
+    query = QueryTile(
+        gl.allocate_shared_memory(gl.float8e4nv, [1, 64, KV_LORA_RANK], SWIZZLED_CODES),
         gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
-        new_barriers(1, 1).index(0),
-        gl.allocate_shared_memory(gl.int32, [64], FLAT),
-    )
-    ending = Ending(
-        gl.allocate_shared_memory(gl.int32, [5, 1], FLAT),
-        gl.allocate_shared_memory(gl.int32, [1], FLAT),
-        new_barriers(1, 1).index(0),
         gl.allocate_shared_memory(gl.float32, [64], FLAT),
+        gl.allocate_shared_memory(gl.int32, [64], FLAT),
         new_barriers(1, 1).index(0),
-        new_barriers(1, 2).index(0),
+        new_barriers(1, 1).index(0),
     )
-    store_scalar(ending.place.index(0), query_row)
-    store_scalar(ending.place.index(1), live_rows)
-    store_scalar(ending.place.index(2), partial_row)
+    items = ItemQueue(
+        gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, ITEM_WORDS], FLAT),
+        new_barriers(ITEM_SLOTS, 1),
+        new_barriers(ITEM_SLOTS, 6),
+        gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
+        new_barriers(ITEM_SLOTS, 2),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
+        new_barriers(ITEM_SLOTS, 1),
+    )
     fence_async_shared()
-
-    length = gl.where((length < 0) | (length > capacity), 0, length)
-    splits, first_block, end_block = split_of_request(length, split, min_tokens, max_splits)
-    first_token = first_block * BLOCK_TOKENS
-    work = Work(
-        first_block,
-        end_block - first_block,
-        gl.minimum(length, end_block * BLOCK_TOKENS) - first_token,
-    )
+    extent = blocks_of(length, split, plan)
     # `add_values` gets what is left, as much as its twin here: 512 in all for a thread of each.
-    WORKER_REGISTERS: gl.constexpr = [88, 200, 24, 24] if BLOCK_ROWS == 64 else [128, 176, 24, 24]
-    if first_block < end_block:
-        store_scalar(ending.place.index(3), splits)
-        if CAUSAL:
-            seen_first = length - rows // heads + 1 - first_token
-        else:
-            seen_first = work.tokens
-        store_scalar(ending.place.index(4), seen_first)
-        table = block_table + request.to(gl.int64) * table_stride
-        prefetch(table + first_token // PAGE_SIZE)
-        load_query(query_codes, query_rope, query_row, inputs, BLOCK_ROWS)
+    WORKER_REGISTERS: gl.constexpr = (
+        [88, 200, 24, 24, 24] if BLOCK_ROWS == 64 else [128, 176, 24, 24, 24]
+    )
+    if extent[4] | MANY:
+        first_column = extent[1] * BLOCK_TOKENS // PAGE_SIZE
+        prefetch(block_table + request.to(gl.int64) * table_stride + first_column)
+        queries = (query_codes, query_rope, query_scale, query_rows)
+        load_query(queries, request * rows + tile * BLOCK_ROWS, 0, query, BLOCK_ROWS)
+        write_item(items, 0, place, extent, rows, plan, BLOCK_ROWS)
+        if MANY:
+            mbarrier.arrive(items.full.index(0), count=1)
         rows_per_page = (codes_rows_per_page, rope_rows_per_page, scale_rows_per_page)
         gl.warp_specialize(
             [
-                (add_values, (out, partial_out, ring, queue, ending, work.blocks, 0, BLOCK_ROWS)),
+                (add_values, (out, partial_out, ring, queue, items, 0, BLOCK_ROWS, MANY)),
                 (
                     weigh_blocks,
                     (
-                        query_scale, lse, partial_lse, ring, queue, inputs, ending, work.blocks,
-                        query_row, live_rows, score_scale_log2, heads,
-                        BLOCK_ROWS, CAUSAL,
+                        query, ring, queue, items, score_scale_log2, rows, heads, BLOCK_ROWS,
+                        CAUSAL, MANY,
                     ),
                 ),
-                (add_values, (out, partial_out, ring, queue, ending, work.blocks, 1, BLOCK_ROWS)),
+                (add_values, (out, partial_out, ring, queue, items, 1, BLOCK_ROWS, MANY)),
                 (
                     load_blocks,
                     (
-                        codes_plane, rope_plane, scale_plane, table, num_pages, rows_per_page,
-                        ring, ending, work, PAGE_SIZE,
+                        queries, codes_plane, rope_plane, scale_plane, block_table, table_stride,
+                        num_pages, rows_per_page, query, ring, items, PAGE_SIZE, BLOCK_ROWS,
+                        MANY,
                     ),
                 ),
-                (prepare_blocks, (ring, work)),
+                (prepare_blocks, (ring, items, MANY)),
+                (
+                    manage_items,
+                    (
+                        items, cache_seqlens, counter, lse, partial_lse, number, rows, plan,
+                        BLOCK_ROWS, MANY,
+                    ),
+                ),
             ],
-            [4, 4, 1, 1],
+            [4, 4, 1, 1, 1],
             WORKER_REGISTERS,
         )  # fmt: skip
-    elif (split == 0) & (length == 0):
-        store_empty_rows(out, lse, query_row, live_rows, BLOCK_ROWS)
 
 
 @gluon.jit
@@ -930,6 +1191,12 @@ def why_unsupported(
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time: one fills a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def is_hopper(device: torch.device) -> bool:
     """Say whether a CUDA device is a Hopper GPU."""
     return torch.cuda.get_device_capability(device)[0] == 9
@@ -1035,11 +1302,14 @@ def launch_hopper_decode(
     rows = s_q * heads
     page_size = cache.scale.shape[1]
     block_rows = rows_in_tile(rows)
-    grid = (-(-rows // block_rows), num_splits_grid, batch)
+    number_of_tiles = -(-rows // block_rows)
+    number = number_of_tiles * num_splits_grid * batch
+    programs = multiprocessors(out.device)
+    many = number > programs
     capacity = min(block_table.shape[1] * page_size, LARGEST_INDEX - BLOCK_TOKENS.value)
     min_tokens, max_splits = (min(number, LARGEST_INDEX) for number in split_rule)
     if num_splits_grid == 1:
-        partial_out = partial_lse = lse  # never written
+        partial_out, partial_lse = out, lse  # never written
     else:
         partial_out, partial_lse = workspace.partials(
             batch, num_splits_grid, rows, out.shape[-1], partial_dtype(out.dtype)
@@ -1050,7 +1320,7 @@ def launch_hopper_decode(
     codes, scale, rope = planes
     launch(
         hopper_decode_kernel,
-        grid,
+        (programs,) if many else (number_of_tiles, num_splits_grid, batch),
         (
             tiles.query_codes,
             tiles.query_rope,
@@ -1060,13 +1330,17 @@ def launch_hopper_decode(
             query.scale,
             block_table,
             cache_seqlens,
+            workspace.counter() if many else cache_seqlens,
             out,
             lse,
             partial_out,
             partial_lse,
             softmax_scale * math.log2(math.e),
+            number,
+            number_of_tiles,
             rows,
             heads,
+            batch * rows,
             scale.shape[0],
             codes.rows_per_page,
             rope.rows_per_page,
@@ -1078,6 +1352,7 @@ def launch_hopper_decode(
             "PAGE_SIZE": page_size,
             "BLOCK_ROWS": block_rows,
             "CAUSAL": causal and s_q > 1,
+            "MANY": many,
         },
         device=out.device,
         unspecialized=UNSPECIALIZED,
@@ -1089,8 +1364,9 @@ def launch_hopper_decode(
 
 UNSPECIALIZED = places(
     hopper_decode_kernel,
-    "rows", "heads", "num_pages", "codes_rows_per_page", "rope_rows_per_page",
-    "scale_rows_per_page", "table_stride", "capacity", "min_tokens", "max_splits", "partial_splits",
+    "number", "tiles", "rows", "heads", "query_rows", "num_pages", "codes_rows_per_page",
+    "rope_rows_per_page", "scale_rows_per_page", "table_stride", "capacity", "min_tokens",
+    "max_splits", "partial_splits",
 )  # fmt: skip
 
 

@@ -738,6 +738,48 @@ def test_a_thousand_runs_give_the_same_bits(kernel):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_more_items_than_processors_change_no_bit(heads, kernel):
+    """Programs take one item after another, and pass over splits that a request has not.
+
+    Which program takes which item varies from run to run.
+    """
+    counts = (300, 0, 64, 1, *(37 * i % 520 for i in range(60)))
+    case = cases(
+        heads=heads,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        page_size=64,
+        token_counts=counts,
+        s_q=1,
+    )
+    batch = batch_of(case, torch.device("cuda"))
+    workspace = DecodeWorkspace("cuda")
+    choices = {"split_rule": EVERY_64, "workspace": workspace, "kernel": kernel}
+    together = mla_decode(*batch, **choices)
+    for request in (0, 1, 2, 3, 17, len(counts) - 1):
+        own = slice(request, request + 1)
+        alone = mla_decode(
+            batch.q_latent[own],
+            batch.q_rope[own],
+            batch.cache,
+            batch.block_table[own],
+            batch.cache_seqlens[own],
+            batch.softmax_scale,
+            **choices,
+        )
+        assert_same_bits(alone, (part[own] for part in together))
+    for _ in range(50):
+        assert_same_bits(mla_decode(*batch, **choices), together)
+        assert int(workspace.counter()) == 0
+    # Requests of one token: most of the splits that the table has room for are none.
+    short = batch._replace(cache_seqlens=batch.cache_seqlens.clamp(max=1))
+    assert_same_bits(mla_decode(*short, **choices), mla_decode(*short, kernel=kernel))
+    assert int(workspace.counter()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_captured_graph_follows_lengths_and_tables(kernel):
     """FR-25, FR-26, FR-27: captured at length 1, replayed at others; a pad row stays empty."""
     case = cases(
