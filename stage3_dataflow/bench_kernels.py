@@ -141,15 +141,16 @@ def _attention_error(
     return worst, allowed_error(p_dtype)
 
 
-def suggested_rule(shape: Shape, processors: int) -> SplitRule:
+def suggested_rule(shape: Shape, processors: int, kernel: Kernel) -> SplitRule:
     """`suggest_split_rule` for a shape's mean and longest length."""
+    standing_so = list(shape.lengths) == sorted(shape.lengths, reverse=True)
     return suggest_split_rule(
         shape.batch,
         shape.s_q * shape.heads,
         shape.tokens // shape.batch,
         processors=processors,
         longest=max(shape.lengths),
-        longest_first=list(shape.lengths) == sorted(shape.lengths, reverse=True),
+        longest_first=standing_so or kernel == "hopper",
     )
 
 
@@ -165,13 +166,14 @@ def implementations(case: Case, processors: int) -> list[Implementation]:
     """Everything of this library that a case can run, in the order of the rows."""
     writes = [_q_quant(case), _k_append(case)]
     found = [*writes, _both(*writes), _fetch_dequant(case)]
-    suggested = suggested_rule(case.shape, processors)
-    rules = {"": suggested, FIXED: DEFAULT_SPLIT_RULE}
     kernels = available_kernels(case)
-    for kernel in kernels:
-        found += [_fp8_decode(case, kernel, rule, suffix) for suffix, rule in rules.items()]
-    found.append(_whole_decode(case, kernels[0], suggested))
-    found += [_bf16_decode(case, rule, suffix) for suffix, rule in rules.items()]
+    rules = {kernel: suggested_rule(case.shape, processors, kernel) for kernel in kernels}
+    for kernel, rule in rules.items():
+        found.append(_fp8_decode(case, kernel, rule, ""))
+        found.append(_fp8_decode(case, kernel, DEFAULT_SPLIT_RULE, FIXED))
+    found.append(_whole_decode(case, kernels[0], rules[kernels[0]]))
+    found.append(_bf16_decode(case, rules["portable"], ""))
+    found.append(_bf16_decode(case, DEFAULT_SPLIT_RULE, FIXED))
     return found
 
 
@@ -474,7 +476,7 @@ class KernelBenchmark:
 
     def _time(self, shape: Shape, *, curves: bool) -> dict[str, Any]:
         case = build_case(shape, device=self.device, page_size=self.page_size)
-        suggested = suggested_rule(shape, self.processors)
+        suggested = suggested_rule(shape, self.processors, available_kernels(case)[0])
         result: dict[str, Any] = {
             "name": shape.name,
             "batch": shape.batch,

@@ -16,6 +16,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 SPLIT_GRANULE = 64
 """Tokens that a split is a multiple of: the block that shares one scale of P."""
 
@@ -71,6 +74,36 @@ def largest_split_count(capacity: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> 
     return max(1, min(rule.max_splits, -(-capacity // rule.min_tokens)))
 
 
+def longest_first(
+    cache_seqlens: Tensor, capacity: int, rule: SplitRule, grid_splits: int
+) -> Tensor:
+    """Order a batch's splits by size: those of the request whose first one is largest come first.
+
+    Requests that are equal in this keep their order. Nothing but the time depends on it.
+
+    Parameters
+    ----------
+    cache_seqlens
+        Int32 [batch]. A length below 0 or above `capacity` counts as 0, and has one split.
+    grid_splits
+        `largest_split_count`.
+
+    Returns
+    -------
+    Tensor
+        Int32: the number of splits, then for each ``request * grid_splits + split``.
+    """
+    readable = (cache_seqlens >= 0) & (cache_seqlens <= capacity)
+    plans = [splits_for(n, rule) for n in torch.where(readable, cache_seqlens, 0).tolist()]
+    largest_first = sorted(range(len(plans)), key=lambda request: -plans[request][0][1])
+    parts = [
+        request * grid_splits + split
+        for request in largest_first
+        for split in range(len(plans[request]))
+    ]
+    return torch.tensor([len(parts), *parts]).to(cache_seqlens)
+
+
 def suggest_split_rule(
     batch: int,
     rows: int,
@@ -98,9 +131,10 @@ def suggest_split_rule(
         that no split holds more than a quarter of a processor's share of all tokens: the longest
         would otherwise go on alone.
     longest_first
-        Whether requests stand in the batch in this order. Programs take them up as they stand, so
-        a split may then be as long as a whole share (or a tenth more, rather than leave a gap that
-        nothing fits), and the short ones fill the gaps at the end: there are fewer partial results.
+        Whether requests are taken up in this order: by the Hopper kernel in any case, by the
+        portable one if they stand in the batch so. A split may then be as long as a whole share (or
+        a tenth more, rather than leave a gap that nothing fits), and the short ones fill the gaps
+        at the end: there are fewer partial results.
     block_rows
         Rows that one program attends.
     """

@@ -9,7 +9,7 @@ from stage3_dataflow.split_plan import DEFAULT_SPLIT_RULE, SplitRule, largest_sp
 
 
 class DecodeWorkspace:
-    """Buffers for the partial outputs of split requests. They only grow.
+    """Buffers for what goes from launch to launch: partial outputs above all. They only grow.
 
     One workspace serves one stream: two decodes that may run at the same time need one each. A
     buffer that was outgrown is kept, since a captured CUDA graph may go on writing to it.
@@ -23,6 +23,7 @@ class DecodeWorkspace:
     def __init__(self, device: torch.device | str) -> None:
         self._out = torch.empty(0, dtype=torch.uint8, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
+        self._order = torch.empty(0, dtype=torch.int32, device=device)
         self._counter: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
@@ -43,6 +44,13 @@ class DecodeWorkspace:
         if not (counter.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._counter = counter
         return counter
+
+    def order(self, splits: int) -> Tensor:
+        """Int32 [1 + splits]: how many there are, and the order in which they are taken up."""
+        if self._order.numel() <= splits:
+            self._outgrown.append(self._order)
+            self._order = self._order.new_empty(1 + splits)
+        return self._order
 
     def partials(
         self,

@@ -77,6 +77,7 @@ from stage3_dataflow.kernels.hopper_merge import (
     let_merge_start,
     split_of_request,
 )
+from stage3_dataflow.kernels.launch import launch_longest_first
 from stage3_dataflow.kernels.launch_cache import launch, places
 from stage3_dataflow.workspace import DecodeWorkspace
 
@@ -169,7 +170,12 @@ class ItemQueue:
     summed: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]: these and `bad_page` are there
     normalizer: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: 1 / l, 0 for an empty row
     normalized: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
+    asked: gl.shared_memory_descriptor  # an item is nearly fetched: time for the next
 
+
+ASKED_AHEAD = gl.constexpr(3)
+"""Blocks of an item that are still to be fetched when the next item is asked for. With the ring's
+it is time enough to find it."""
 
 ITEM_SLOTS = gl.constexpr(2)
 ITEM_WORDS = gl.constexpr(8)
@@ -217,13 +223,15 @@ def release_item(items, n, MANY: gl.constexpr):
 
 
 @gluon.jit
-def place_of(index, plan):
-    """Find item `index`: the tiles of a split come first, then its request's splits.
+def place_of(index, number, order, plan):
+    """Find item `index`: the tiles of a split come first, then the other splits as ordered.
 
-    Returns the tile, the split and the request.
+    Returns the tile, the split and the request; behind the last item, those of any.
     """
     tiles, _capacity, _min_tokens, _max_splits, partial_splits = plan
     part = index // tiles
+    if order is not None:
+        part = gl.where(index < number, gl.load(order + 1 + part), 0)
     return index % tiles, part % partial_splits, part // partial_splits
 
 
@@ -232,8 +240,8 @@ def blocks_of(length, split, plan):
     """Say which part of a request a split is.
 
     Returns its number of blocks, its first block, the request's tokens from there on, the number of
-    the request's splits, and whether the split is one of them. The grid has a program for each that
-    the longest request could have; a request without tokens has one split, without blocks.
+    the request's splits, and whether the split is one of them: a grid has a program for each that
+    the longest request could have. A request without tokens has one split, without blocks.
     """
     _tiles, capacity, min_tokens, max_splits, _partial_splits = plan
     length = gl.where((length < 0) | (length > capacity), 0, length)
@@ -245,11 +253,11 @@ def blocks_of(length, split, plan):
 
 @gluon.jit
 def write_item(items, n, place, extent, rows, plan, BLOCK_ROWS: gl.constexpr):
-    """Put item n where the roles read it. A split that is none has no rows: nothing is written."""
+    """Put item n where the roles read it."""
     tile, split, request = place
-    blocks, first_block, tokens, splits, exists = extent
+    blocks, first_block, tokens, splits, _exists = extent
     first_row = tile * BLOCK_ROWS
-    live_rows = gl.where(exists, gl.minimum(rows - first_row, BLOCK_ROWS), 0)
+    live_rows = gl.minimum(rows - first_row, BLOCK_ROWS)
     word = gl.arange(0, ITEM_WORDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     words = (request * plan[4] + split) * rows + first_row  # PARTIAL_ROW
     words = gl.where(word == BLOCKS, blocks, words)
@@ -263,33 +271,32 @@ def write_item(items, n, place, extent, rows, plan, BLOCK_ROWS: gl.constexpr):
 
 @gluon.jit
 def manage_items(
-    items, cache_seqlens, counter, lse, partial_lse, number, rows, plan,
+    items, cache_seqlens, order, counter, lse, partial_lse, number, rows, plan,
     BLOCK_ROWS: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
     """Write each item's log-sum-exp, and find the next item; one warp.
 
     A program's first item has its own number. Where there are more items than programs, each
-    further one is whoever's comes to ask for it; the counter is left at 0.
+    further one is whoever's comes to ask for it; the counter is left at 0. Asked for early, an item
+    would wait behind a long one while other programs are idle.
     """
     if MANY:
-        tiles, _capacity, _min_tokens, _max_splits, partial_splits = plan
         programs = gl.num_programs(0)
         n = programs * 0 + 1
+        mbarrier.wait(items.asked, 0)
         index = programs + gl.atomic_add(counter, 1)
         while index < number:
-            place = place_of(index, plan)
+            place = place_of(index, number, order, plan)
             extent = blocks_of(gl.load(cache_seqlens + place[2]), place[1], plan)
-            if extent[4]:
-                slot = slot_of(n, ITEM_SLOTS)
-                mbarrier.wait(items.empty.index(slot), phase_of(n, ITEM_SLOTS) ^ 1)
-                write_item(items, n, place, extent, rows, plan, BLOCK_ROWS)
-                mbarrier.arrive(items.full.index(slot), count=1)
-                finish_item(items, n - 1, lse, partial_lse, MANY)
-                n += 1
-            else:  # nor do the request's further splits exist
-                gl.atomic_max(counter, (place[2] + 1) * tiles * partial_splits - programs)
+            slot = slot_of(n, ITEM_SLOTS)
+            mbarrier.wait(items.empty.index(slot), phase_of(n, ITEM_SLOTS) ^ 1)
+            write_item(items, n, place, extent, rows, plan, BLOCK_ROWS)
+            mbarrier.arrive(items.full.index(slot), count=1)
+            finish_item(items, n - 1, lse, partial_lse, MANY)
+            mbarrier.wait(items.asked, n & 1)
+            n += 1
             index = programs + gl.atomic_add(counter, 1)
-        # Every program asks in vain once; nobody asks after the last of them.
+        # Every program that had an item asks in vain once; nobody asks after the last of them.
         if index == number + programs - 1:
             gl.store(counter, 0)
         slot = slot_of(n, ITEM_SLOTS)
@@ -398,12 +405,16 @@ def load_item(
     last_column = (first_token + tokens - 1) // PAGE_SIZE
     if MANY:
         query_row = read_word(items, n, QUERY_ROW)
-        if (n > 0) & (blocks == 0):
-            load_query(queries, query_row, n, query, BLOCK_ROWS)
+        if blocks == 0:
+            mbarrier.arrive(items.asked, count=1)
+            if n > 0:
+                load_query(queries, query_row, n, query, BLOCK_ROWS)
     bad_page = blocks * 0
     for i in range(blocks):
         g = loaded + i
         stage = slot_of(g, STAGES)
+        if MANY:
+            mbarrier.arrive(items.asked, count=1, pred=i == gl.maximum(blocks - ASKED_AHEAD, 0))
         barrier = ring.full.index(stage)
         for box in range(BOXES):
             token = first_token + i * BLOCK_TOKENS + box * BOX
@@ -936,13 +947,15 @@ def hopper_decode_kernel(
     query_scale,  # [batch, rows] f32
     block_table,  # [batch, max_pages] i32
     cache_seqlens,  # [batch] i32
+    order,  # [1 + parts] i32: number of parts, and as they are to be taken up, request x
+    # partial_splits + split; or None: as they stand, and every one exists
     counter,  # [1] i32, 0: items that have been taken beside the programs' first
     out,  # [batch, rows, 512]
     lse,  # [batch, rows] f32
     partial_out,  # [batch, partial_splits, rows, 512]
     partial_lse,  # [batch, partial_splits, rows] f32
     score_scale_log2,
-    number,  # of items: tiles x partial_splits x batch
+    number,  # of items, where `order` does not say it: tiles x batch
     tiles,  # of rows
     rows,
     heads,
@@ -968,7 +981,9 @@ def hopper_decode_kernel(
     """
     plan = (tiles, capacity, min_tokens, max_splits, partial_splits)
     if MANY:
-        place = place_of(gl.program_id(0), plan)
+        if order is not None:
+            number = gl.load(order) * tiles
+        place = place_of(gl.program_id(0), number, order, plan)
     else:
         place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
     tile, split, request = place
@@ -1014,6 +1029,7 @@ def hopper_decode_kernel(
         new_barriers(ITEM_SLOTS, 2),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
         new_barriers(ITEM_SLOTS, 1),
+        new_barriers(1, 1).index(0),
     )
     fence_async_shared()
     extent = blocks_of(length, split, plan)
@@ -1021,7 +1037,8 @@ def hopper_decode_kernel(
     WORKER_REGISTERS: gl.constexpr = (
         [88, 200, 24, 24, 24] if BLOCK_ROWS == 64 else [128, 176, 24, 24, 24]
     )
-    if extent[4] | MANY:
+    has_item = gl.program_id(0) < number if MANY else extent[4]
+    if has_item:
         first_column = extent[1] * BLOCK_TOKENS // PAGE_SIZE
         prefetch(block_table + request.to(gl.int64) * table_stride + first_column)
         queries = (query_codes, query_rope, query_scale, query_rows)
@@ -1053,7 +1070,7 @@ def hopper_decode_kernel(
                 (
                     manage_items,
                     (
-                        items, cache_seqlens, counter, lse, partial_lse, number, rows, plan,
+                        items, cache_seqlens, order, counter, lse, partial_lse, number, rows, plan,
                         BLOCK_ROWS, MANY,
                     ),
                 ),
@@ -1315,6 +1332,10 @@ def launch_hopper_decode(
             batch, num_splits_grid, rows, out.shape[-1], partial_dtype(out.dtype)
         )
     plan = (capacity, min_tokens, max_splits, num_splits_grid)
+    order = None
+    if many and num_splits_grid > 1:
+        order = workspace.order(batch * num_splits_grid)
+        launch_longest_first(cache_seqlens, order, *plan)
     planes = tuple(geometry(plane) for plane in cache)
     tiles = tile_descriptors(block_rows, geometry(query.codes), geometry(query.rope), *planes)
     codes, scale, rope = planes
@@ -1330,6 +1351,7 @@ def launch_hopper_decode(
             query.scale,
             block_table,
             cache_seqlens,
+            order,
             workspace.counter() if many else cache_seqlens,
             out,
             lse,

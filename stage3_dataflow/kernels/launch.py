@@ -21,6 +21,7 @@ from stage3_dataflow.kernels.fetch_dequant import fetch_dequant_kernel, readable
 from stage3_dataflow.kernels.fused_k_append import fused_k_append_kernel
 from stage3_dataflow.kernels.fused_q_quant import fused_q_quant_kernel
 from stage3_dataflow.kernels.launch_cache import launch, places
+from stage3_dataflow.kernels.longest_first import longest_first_kernel
 from stage3_dataflow.kernels.split_kv_decode import split_kv_decode_kernel
 from stage3_dataflow.split_plan import SPLIT_GRANULE, SplitRule
 
@@ -38,11 +39,17 @@ SPLIT_KV_DECODE_UNSPECIALIZED = places(
 COMBINE_UNSPECIALIZED = places(
     combine_kernel, "num_rows", "capacity", "min_tokens", "max_splits", "partial_splits"
 )
+LONGEST_FIRST_UNSPECIALIZED = places(
+    longest_first_kernel, "batch", "capacity", "min_tokens", "max_splits", "grid_splits"
+)
 
 WRITE_ROWS = 4
 """Rows of a write program, one a warp: a row of 512 is 16 elements a thread."""
 
 FETCH_ROWS, FETCH_WARPS = 4, 2
+
+ORDER_REQUESTS = 64
+"""Requests whose splits a program puts in their places, comparing each with all others."""
 
 COMBINE_SPLITS, COMBINE_WIDTH, COMBINE_LSES, COMBINE_WARPS = 16, 512, 64, 8
 """Partials joined at a time, channels of a program, lse read at a time, and warps: a tile is 32
@@ -369,6 +376,26 @@ def launch_combine(
         },
         unspecialized=COMBINE_UNSPECIALIZED,
         num_warps=COMBINE_WARPS,
+    )
+
+
+def launch_longest_first(
+    cache_seqlens: Tensor,
+    order: Tensor,
+    capacity: int,
+    min_tokens: int,
+    max_splits: int,
+    grid_splits: int,
+) -> None:
+    """Write to `order`, int32 of at least 1 + batch grid_splits, `split_plan.longest_first`."""
+    (batch,) = cache_seqlens.shape
+    launch(
+        longest_first_kernel,
+        (-(-batch // ORDER_REQUESTS),),
+        (cache_seqlens, order, batch, capacity, min_tokens, max_splits, grid_splits),
+        {"BLOCK": ORDER_REQUESTS, "SPLIT_GRANULE": SPLIT_GRANULE},
+        unspecialized=LONGEST_FIRST_UNSPECIALIZED,
+        num_warps=4,
     )
 
 

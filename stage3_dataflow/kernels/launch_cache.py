@@ -35,8 +35,8 @@ def launch(
     Parameters
     ----------
     arguments
-        Tensors, numbers, and TMA descriptors: of these, nothing may vary that the constants don't
-        tell.
+        Tensors, numbers, None, and TMA descriptors: of these, nothing may vary that the constants
+        don't tell.
     constants
         The kernel's constexpr parameters, which follow `arguments` in its signature, in order.
     device
@@ -66,6 +66,8 @@ def launch(
             key += (argument.dtype, argument.data_ptr() & 15 == 0)
         elif isinstance(argument, int):
             key.append(argument > LARGEST_INT32 if place in unspecialized else argument)
+        elif argument is None:
+            key.append(None)
     found = tuple(key)
     compiled = _compiled.get(found)
     if compiled is None:

@@ -157,7 +157,7 @@ def test_a_shape_that_is_none_is_refused(text):
 def test_suggested_splits_fill_an_h200_once_at_most():
     for shape in DEFAULT_SHAPES:
         tiles = shape.batch * -(-shape.s_q * shape.heads // 64)
-        splits = len(splits_for(shape.lengths[0], suggested_rule(shape, 132)))
+        splits = len(splits_for(shape.lengths[0], suggested_rule(shape, 132, "hopper")))
         assert splits == 1 or tiles * splits <= 132
         assert 2 * tiles * splits > 132 or splits > 60  # more would not fit
 

@@ -32,10 +32,11 @@ CONFIGURATIONS = {
     "rows64-page16": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False, MANY=False),
     "rows64-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
     "rows64-causal-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True, MANY=True),
+    "rows64-ordered-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
     "rows16-many": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False, MANY=True),
     "rows64-page16-many": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
 }
-"""`MANY`: of more items than programs."""
+"""`MANY`: of more items than programs; "ordered": which are taken up longest first."""
 
 
 MERGES = {"merge4": (4, 64), "merge16-few": (16, 16), "merge64": (64, 64), "merge128": (128, 64)}
@@ -45,6 +46,7 @@ POINTERS = {
     "query_scale": "*fp32",
     "block_table": "*i32",
     "cache_seqlens": "*i32",
+    "order": "*i32",
     "counter": "*i32",
     "out": "*bf16",
     "lse": "*fp32",
@@ -75,7 +77,10 @@ def compile_all() -> dict[str, dict[str, object]]:
             ),
             "score_scale_log2": "fp32",
         }
-        reports[name] = report_of(name, hopper_decode.hopper_decode_kernel, types, constants)
+        unordered = {} if "ordered" in name else {"order": None}
+        reports[name] = report_of(
+            name, hopper_decode.hopper_decode_kernel, types, {**constants, **unordered}
+        )
     for name, (splits, partials) in MERGES.items():
         kernel = hopper_merge.hopper_combine_kernel
         constants = {"MERGE_SPLITS": splits, "PARTIALS": partials}

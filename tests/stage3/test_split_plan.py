@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from stage3_dataflow.split_plan import (
     SPLIT_GRANULE,
     check_split_rule,
     largest_split_count,
+    longest_first,
     splits_for,
 )
 
@@ -63,6 +65,30 @@ def test_the_kernels_compute_the_same_splits(device, plans):
         assert found[-1] == len(wanted)
         for index, (start, end) in enumerate(wanted):
             assert found[2 * index : 2 * index + 2] == [start, end]
+
+
+@given(lengths=st.lists(st.integers(-3, 1100), min_size=1, max_size=200), rule=rules)
+@example([2**31 - 1, -(2**31), 1000, 0, 1], SplitRule(64, 3))
+@settings(max_examples=10)
+def test_the_order_has_every_split_once_those_of_large_ones_first(device, lengths, rule):
+    """Ties as they stand, so that it is one order; a length that is none counts as 0."""
+    from stage3_dataflow.kernels.launch import launch_longest_first
+
+    capacity = 1000
+    grid_splits = largest_split_count(capacity, rule)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    order = longest_first(seqlens, capacity, rule, grid_splits)
+    number, *parts = order.tolist()
+    plans = [splits_for(n if 0 <= n <= capacity else 0, rule) for n in lengths]
+    assert number == len(parts) == len(set(parts)) == sum(map(len, plans))
+    places = [divmod(part, grid_splits) for part in parts]
+    assert all(split < len(plans[request]) for request, split in places)
+    sizes = [(-plans[request][0][1], request, split) for request, split in places]
+    assert sizes == sorted(sizes)
+    found = torch.full((2 + len(lengths) * grid_splits,), -7, dtype=torch.int32, device=device)
+    launch_longest_first(seqlens, found, capacity, *rule, grid_splits)
+    assert found[: 1 + number].tolist() == order.tolist()
+    assert set(found[1 + number :].tolist()) == {-7}
 
 
 @pytest.mark.parametrize("field", SplitRule._fields)
