@@ -103,10 +103,6 @@ LOWEST_LOG2 = gl.constexpr(-3.0e38)
 """Where maxima start: under every score but finite, so that a row's difference to it is a number
 while everything seen so far is masked (-inf)."""
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-ROPE_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
-SCORE_TOKENS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 PER_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 SWIZZLED_CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -136,8 +132,8 @@ class BlockRing:
 class WeightQueue:
     """P of one block on its way to P @ V, with the ratio that O takes before it."""
 
-    weights: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 64 rows, 64 tokens] e4m3
-    ratio: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 64 rows] f32
+    weights: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, rows, 64 tokens] e4m3
+    ratio: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, rows] f32
     full: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
     empty: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
 
@@ -146,10 +142,10 @@ class WeightQueue:
 class QueryTile:
     """An item's queries, which `weigh_blocks` alone reads."""
 
-    codes: gl.shared_memory_descriptor  # [1, 64 rows, 512] e4m3
-    rope: gl.shared_memory_descriptor  # [64 rows, 64] bf16
-    scale: gl.shared_memory_descriptor  # [64 rows] f32
-    visible: gl.shared_memory_descriptor  # [64 rows] i32: the split's tokens that a row sees
+    codes: gl.shared_memory_descriptor  # [1, rows, 512] e4m3
+    rope: gl.shared_memory_descriptor  # [rows, 64] bf16
+    scale: gl.shared_memory_descriptor  # [rows] f32
+    visible: gl.shared_memory_descriptor  # [rows] i32: the split's tokens that a row sees
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -165,10 +161,10 @@ class ItemQueue:
     full: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
     empty: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
     bad_page: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1] i32: some page id is no page
-    total: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: l, in the last block's unit
-    unit: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: that unit R
+    total: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: l, in the last block's unit
+    unit: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: that unit R
     summed: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]: these and `bad_page` are there
-    normalizer: gl.shared_memory_descriptor  # [ITEM_SLOTS, 64 rows] f32: 1 / l, 0 for an empty row
+    normalizer: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: 1 / l, 0 for an empty row
     normalized: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
     asked: gl.shared_memory_descriptor  # an item is nearly fetched: time for the next
 
@@ -325,7 +321,7 @@ def finish_item(items, n, lse, partial_lse, MANY: gl.constexpr):
     mark = gl.where(bad_page & (splits > 1), float("inf"), float("-inf"))
     row_lse = (unit - LOG2_E4M3_MAX + gl.log2(total)) * LN2
     row_lse = gl.where(empty, mark, row_lse)
-    row = gl.arange(0, 64, PER_LANE)
+    row = gl.arange(0, total.shape[0], PER_LANE)
     live = row < read_word(items, n, LIVE_ROWS)
     if splits > 1:
         gl.store(partial_lse + read_word(items, n, PARTIAL_ROW) + row, row_lse, mask=live)
@@ -461,28 +457,21 @@ def load_item(
 def load_query(queries, query_row, n, query, BLOCK_ROWS: gl.constexpr):
     """Start fetching item n's queries, once the ones before have been used.
 
-    Rows behind the request's last are the next request's: computed, never stored. So are, in a tile
-    of fewer than 64 rows, those of the scores that have no query at all.
+    Rows behind the request's last are the next request's: computed, never stored.
     """
     codes_plane, rope_plane, scale_plane, query_rows = queries
-    TILES: gl.constexpr = 64 // BLOCK_ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     codes = reinterpret(
-        query.codes, gl.float8e4nv, [CHUNKS * TILES, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
-    )
-    rope = reinterpret(
-        query.rope, gl.bfloat16, [TILES, BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE
+        query.codes, gl.float8e4nv, [CHUNKS, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
     )
     mbarrier.wait(query.empty, (n & 1) ^ 1)
-    row = query_row + gl.arange(0, 64, LAYOUT)
+    row = query_row + gl.arange(0, BLOCK_ROWS, LAYOUT)
     load_words(query.scale, scale_plane + gl.minimum(row, query_rows - 1))
     arrive_after_words(query.full)
     mbarrier.expect(query.full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
     for chunk in gl.static_range(CHUNKS):
-        load_tile(
-            codes_plane, [query_row, chunk * CODE_CHUNK], query.full, codes.index(chunk * TILES)
-        )
-    load_tile(rope_plane, [query_row, 0], query.full, rope.index(0))
+        load_tile(codes_plane, [query_row, chunk * CODE_CHUNK], query.full, codes.index(chunk))
+    load_tile(rope_plane, [query_row, 0], query.full, query.rope)
 
 
 @gluon.jit
@@ -620,117 +609,162 @@ def weigh_item(
     BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
     """Weigh an item's blocks, which are the program's from `first` to `end`."""
-    AT_ONCE: gl.constexpr = BLOCK_ROWS < 64
-    running_max = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
-    unit = gl.full([64], LOWEST_LOG2, gl.float32, SCORE_ROWS)
-    partial_sum = sum_in_thread(gl.zeros([64, 64], gl.float32, SCORES))
+    FEW: gl.constexpr = BLOCK_ROWS < 64
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
+    ROWS: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
+    running_max = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROWS)
+    unit = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROWS)
+    partial_sum = sum_in_thread(gl.zeros([64, BLOCK_ROWS], gl.float32, SCORES), FEW)
     mbarrier.wait(query.full, n & 1)
-    row_scale = query.scale.load(SCORE_ROWS) * score_scale_log2
+    row_scale = query.scale.load(ROWS) * score_scale_log2
     if CAUSAL:
         first_row = read_word(items, n, QUERY_ROW) - read_word(items, n, REQUEST) * rows
-        row = first_row + gl.arange(0, 64, SCORE_ROWS)
+        row = first_row + gl.arange(0, BLOCK_ROWS, ROWS)
         seen_first = read_word(items, n, TOKENS) - rows // heads + 1
         # By the program's count of tokens, as the blocks are counted.
         query.visible.store(first * BLOCK_TOKENS + seen_first + row // heads)
     for g in range(first, end):
         running_max, unit, partial_sum = weigh_block(
             g, first, end, running_max, unit, partial_sum, row_scale, query, ring, queue,
-            AT_ONCE, CAUSAL,
+            SCORES, BLOCK_ROWS, CAUSAL,
         )  # fmt: skip
     mbarrier.arrive(query.empty, count=1)
-    if not AT_ONCE:
+    if not FEW:
         mbarrier.arrive(queue.full.index(slot_of(end + 1, WEIGHT_SLOTS)), count=1, pred=end > first)
     slot = slot_of(n, ITEM_SLOTS)
-    items.total.index(slot).store(gl.convert_layout(gl.sum(partial_sum, 1), SCORE_ROWS))
+    total = gl.sum(partial_sum, 0 if FEW else 1)
+    items.total.index(slot).store(gl.convert_layout(total, ROWS))
     items.unit.index(slot).store(unit)
     mbarrier.arrive(items.summed.index(slot), count=1)
     release_item(items, n, MANY)
 
 
 @gluon.jit
-def score_block(g, query, ring, CAUSAL: gl.constexpr):
+def score_block(
+    g, query, ring, SCORES: gl.constexpr, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr
+):
     """Multiply a block's [64 rows, 64 tokens] scores; with them its scales, and their log2.
 
     The latent product comes first: a large rotary score in the FP8 accumulator would cost the
     latent's small products.
+
+    Of few rows the scores are turned, [64 tokens, rows]: an instruction computes 64 by as many as
+    one likes, and what would be padding is neither multiplied nor weighed.
     """
+    BF16_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 16])
+    FEW: gl.constexpr = BLOCK_ROWS < 64
+    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
     stage = slot_of(g, STAGES)
     mbarrier.wait(ring.ready.index(stage), phase_of(g, STAGES))
-    zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    scores = warpgroup_mma(
-        # A place unknown until now: else the descriptors of its parts are kept, and take registers.
-        query.codes.index(unknown_zero()), ring.codes.index(stage).permute((1, 0)), zeros,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    scores = relabel_accumulator(scores, ROPE_SCORES)
-    scores = warpgroup_mma(
-        query.rope, ring.rope.index(stage).permute((1, 0)), scores, is_async=True
-    )
+    # A place unknown until now: else the descriptors of its parts are kept, and take registers.
+    query_codes = query.codes.index(unknown_zero())
+    key_codes, key_rope = ring.codes.index(stage), ring.rope.index(stage)
+    zeros = gl.zeros([64, BLOCK_ROWS], gl.float32, SCORES)
+    if FEW:
+        scores = warpgroup_mma(
+            key_codes, query_codes.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        scores = relabel_accumulator(scores, BF16_SCORES)
+        scores = warpgroup_mma(key_rope, query.rope.permute((1, 0)), scores, is_async=True)
+    else:
+        scores = warpgroup_mma(
+            query_codes, key_codes.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        scores = relabel_accumulator(scores, BF16_SCORES)
+        scores = warpgroup_mma(query.rope, key_rope.permute((1, 0)), scores, is_async=True)
     scores = relabel_accumulator(scores, SCORES)
     # Loaded meanwhile: behind the wait, everything would wait for them. What hides tokens takes the
     # registers that the second one needs.
-    scale = ring.scale.index(stage).load(SCORE_TOKENS)
+    scale = ring.scale.index(stage).load(TOKENS)
     if CAUSAL:
         scores = warpgroup_mma_wait(0, deps=[scores])
-        log2_scale = ring.log2_scale.index(stage).load(SCORE_TOKENS)
+        log2_scale = ring.log2_scale.index(stage).load(TOKENS)
     else:
-        log2_scale = ring.log2_scale.index(stage).load(SCORE_TOKENS)
+        log2_scale = ring.log2_scale.index(stage).load(TOKENS)
         scores = warpgroup_mma_wait(0, deps=[scores])
     return scores, scale, log2_scale
 
 
 @gluon.jit
+def by_row(x, FEW: gl.constexpr):
+    """Numbers of rows, as they meet scores."""
+    return x[None, :] if FEW else x[:, None]
+
+
+@gluon.jit
+def by_token(x, FEW: gl.constexpr):
+    """Numbers of tokens, as they meet scores."""
+    return x[:, None] if FEW else x[None, :]
+
+
+@gluon.jit
 def weigh_block(
     g, first, end, running_max, unit, partial_sum, row_scale, query, ring, queue,
-    AT_ONCE: gl.constexpr, CAUSAL: gl.constexpr,
+    SCORES: gl.constexpr, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One block's scores and its step of the online softmax, up to P in shared memory.
 
     See "Sigma by logarithms" above. Returns the running maximum and the block's unit R, both log2
-    of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over four
-    threads a row.
+    of P x scale, and the sum l of unquantised weights in units of 2^R / 448, still spread over the
+    threads of a row.
     """
-    scores, scale, log2_scale = score_block(g, query, ring, CAUSAL)
-    if not AT_ONCE:
+    FEW: gl.constexpr = BLOCK_ROWS < 64
+    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
+    scores, scale, log2_scale = score_block(g, query, ring, SCORES, BLOCK_ROWS, CAUSAL)
+    if not FEW:
         mbarrier.arrive(queue.full.index(slot_of(g + 1, WEIGHT_SLOTS)), count=1, pred=g > first)
     # The scales' product first: either alone could push a finite score past float32.
-    weighted_log2 = scores * (scale[None, :] * row_scale[:, None])
-    weighted_log2 += log2_scale[None, :]
+    weighted_log2 = scores * (by_token(scale, FEW) * by_row(row_scale, FEW))
+    weighted_log2 += by_token(log2_scale, FEW)
     if CAUSAL:
         if g + 2 >= end:  # with s_q at most 65, every row sees the others whole
-            weighted_log2 = hide_tokens(weighted_log2, g, query)
-    block_max = gl.convert_layout(max_over_tokens(weighted_log2), SCORE_ROWS, assert_trivial=True)
+            weighted_log2 = hide_tokens(weighted_log2, g, query, SCORES, FEW)
+    block_max = gl.convert_layout(
+        max_over_tokens(weighted_log2, FEW), running_max.type.layout, assert_trivial=True
+    )
     running_max = gl.maximum(running_max, block_max)
     new_unit = gl.maximum(block_max, running_max - UNIT_FLOOR)
-    weights = gl.exp2(weighted_log2 - (new_unit - LOG2_E4M3_MAX)[:, None])
+    weights = gl.exp2(weighted_log2 - by_row(new_unit - LOG2_E4M3_MAX, FEW))
     ratio = gl.exp2(unit - new_unit)
     # The sum before P: P waits for the next scores anyway, and the registers don't hold more.
-    inverse_scale = ring.inverse_scale.index(slot_of(g, STAGES)).load(SCORE_TOKENS)
+    inverse_scale = ring.inverse_scale.index(slot_of(g, STAGES)).load(TOKENS)
     thread_ratio = gl.convert_layout(
-        ratio, gl.SliceLayout(1, partial_sum.type.layout), assert_trivial=True
+        ratio, gl.SliceLayout(0 if FEW else 1, partial_sum.type.layout), assert_trivial=True
     )
-    partial_sum = partial_sum * thread_ratio[:, None] + sum_in_thread(
-        weights * inverse_scale[None, :]
+    partial_sum = partial_sum * by_row(thread_ratio, FEW) + sum_in_thread(
+        weights * by_token(inverse_scale, FEW), FEW
     )
 
     slot = slot_of(g, WEIGHT_SLOTS)
     mbarrier.wait(queue.empty.index(slot), phase_of(g, WEIGHT_SLOTS) ^ 1)
-    # The order of tokens along the contraction in which `load_values` has V.
-    weight_codes = weights.to(gl.float8e4nv).reshape([64, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    queue.weights.index(slot).store(weight_codes.reshape([64, 64]))
+    queue.weights.index(slot).store(weights_operand(weights.to(gl.float8e4nv), FEW))
     queue.ratio.index(slot).store(ratio)
     fence_async_shared()
-    if AT_ONCE:
+    if FEW:
         mbarrier.arrive(queue.full.index(slot), count=1)
     return running_max, new_unit, partial_sum
 
 
 @gluon.jit
-def hide_tokens(weighted_log2, g, query):
+def weights_operand(codes, FEW: gl.constexpr):
+    """P as [rows, 64 tokens], the tokens in the order in which `load_values` has V."""
+    if FEW:
+        rows: gl.constexpr = codes.shape[1]
+        turned = codes.reshape([4, 2, 4, 2, rows]).permute((4, 0, 2, 1, 3))
+    else:
+        rows: gl.constexpr = codes.shape[0]
+        turned = codes.reshape([rows, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+    return turned.reshape([rows, 64])
+
+
+@gluon.jit
+def hide_tokens(weighted_log2, g, query, SCORES: gl.constexpr, FEW: gl.constexpr):
     """Make -inf of the tokens of a block that a row does not see."""
-    visible = query.visible.load(SCORE_ROWS) - g * BLOCK_TOKENS
-    token = gl.arange(0, 64, SCORE_TOKENS)
-    return gl.where(token[None, :] < visible[:, None], weighted_log2, float("-inf"))
+    ROWS: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
+    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
+    visible = query.visible.load(ROWS) - g * BLOCK_TOKENS
+    token = gl.arange(0, 64, TOKENS)
+    return gl.where(by_token(token, FEW) < by_row(visible, FEW), weighted_log2, float("-inf"))
 
 
 @gluon.jit
@@ -744,16 +778,24 @@ def by_thread(x):
 
 
 @gluon.jit
-def max_over_tokens(x):
-    """Maximum of every row, [64]."""
-    x = gl.max(gl.max(gl.max(gl.max(by_thread(x), 5), 3), 2), 1)
-    return gl.max(x, 1)
+def max_over_tokens(x, FEW: gl.constexpr):
+    """Maximum of every row. Of few, 32 threads of all four warps have two tokens each."""
+    if FEW:
+        x = gl.max(x, 0)
+    else:
+        x = gl.max(gl.max(gl.max(gl.max(by_thread(x), 5), 3), 2), 1)
+        x = gl.max(x, 1)
+    return x
 
 
 @gluon.jit
-def sum_in_thread(x):
-    """Sum of a row's elements within each of its four threads, [64, 4]."""
-    return gl.sum(gl.sum(gl.sum(gl.sum(by_thread(x), 5), 3), 2), 1)
+def sum_in_thread(x, FEW: gl.constexpr):
+    """Sum of a row's elements within each thread that has some: [64 rows, 4], or [32, rows]."""
+    if FEW:
+        x = gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1).reshape([32, x.shape[1]])
+    else:
+        x = gl.sum(gl.sum(gl.sum(gl.sum(by_thread(x), 5), 3), 2), 1)
+    return x
 
 
 @gluon.jit
@@ -809,9 +851,9 @@ def add_item(
         mbarrier.wait(ring.ready.index(stage), phase_of(g, STAGES))
         even, odd = load_values(codes, HALF, 0, ACCUMULATOR)
         mbarrier.wait(queue.full.index(slot), phase_of(g, WEIGHT_SLOTS))
-        weights = queue.weights.index(slot).slice(0, BLOCK_ROWS, dim=0).permute((1, 0))
+        weights = queue.weights.index(slot).permute((1, 0))
         block = start_product(even, weights, ACCUMULATOR, BLOCK_ROWS)
-        ratio = queue.ratio.index(slot).slice(0, BLOCK_ROWS).load(gl.SliceLayout(0, ACCUMULATOR))
+        ratio = queue.ratio.index(slot).load(gl.SliceLayout(0, ACCUMULATOR))
         o0 = o0 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
         block = start_product(odd, weights, ACCUMULATOR, BLOCK_ROWS)
         o1 = o1 * ratio[None, :] + warpgroup_mma_wait(0, deps=[block])
@@ -829,8 +871,7 @@ def add_item(
         let_merge_start()
     slot = slot_of(n, ITEM_SLOTS)
     mbarrier.wait(items.normalized.index(slot), phase_of(n, ITEM_SLOTS))
-    normalizer = items.normalizer.index(slot).slice(0, BLOCK_ROWS)
-    normalizer = normalizer.load(gl.SliceLayout(0, ACCUMULATOR))
+    normalizer = items.normalizer.index(slot).load(gl.SliceLayout(0, ACCUMULATOR))
     tiles = (o0, o1, o2, o3)
     row = read_word(items, n, QUERY_ROW)
     if out.dtype == partial_out.dtype:
@@ -1005,17 +1046,17 @@ def hopper_decode_kernel(
     )
     queue = WeightQueue(
         gl.allocate_shared_memory(
-            gl.float8e4nv, [WEIGHT_SLOTS, 64, BLOCK_TOKENS], SWIZZLED_WEIGHTS
+            gl.float8e4nv, [WEIGHT_SLOTS, BLOCK_ROWS, BLOCK_TOKENS], SWIZZLED_WEIGHTS
         ),
-        gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, BLOCK_ROWS], FLAT),
         new_barriers(WEIGHT_SLOTS, 1),
         new_barriers(WEIGHT_SLOTS, 2),
     )
     query = QueryTile(
-        gl.allocate_shared_memory(gl.float8e4nv, [1, 64, KV_LORA_RANK], SWIZZLED_CODES),
-        gl.allocate_shared_memory(gl.bfloat16, [64, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
-        gl.allocate_shared_memory(gl.float32, [64], FLAT),
-        gl.allocate_shared_memory(gl.int32, [64], FLAT),
+        gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_ROWS, KV_LORA_RANK], SWIZZLED_CODES),
+        gl.allocate_shared_memory(gl.bfloat16, [BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
+        gl.allocate_shared_memory(gl.float32, [BLOCK_ROWS], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_ROWS], FLAT),
         new_barriers(1, 1).index(0),
         new_barriers(1, 1).index(0),
     )
@@ -1024,10 +1065,10 @@ def hopper_decode_kernel(
         new_barriers(ITEM_SLOTS, 1),
         new_barriers(ITEM_SLOTS, 6),
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
-        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
         new_barriers(ITEM_SLOTS, 2),
-        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
         new_barriers(ITEM_SLOTS, 1),
         new_barriers(1, 1).index(0),
     )

@@ -121,6 +121,7 @@ def report_of(
         "spills_in_loops": sum(count(r"\b(?:STL|LDL)\b", body) for body in loops),
         "scale_terms_in_loops": sum(count(r"MUFU\.(?:LG2|RCP)", body) for body in loops),
         "loads_behind_the_wait": loads_behind_the_wait(loops) if loops else None,
+        "score_columns": score_columns(loops) if loops else None,
         "early_starts": len(re.findall(r"\bPREEXIT\b", sass)),
         "waits_for_the_launch_before": len(re.findall(r"\bACQBULK\b", sass)),
         "prefetches": len(re.findall(r"\bCCTL\.E\.PF2", sass)),
@@ -155,9 +156,20 @@ def count(pattern: str, code: list[str]) -> int:
     return sum(re.search(pattern, text) is not None for text in code)
 
 
+def scores_of(loops: list[list[str]]) -> list[str]:
+    """Pick the loop that multiplies scores: the only one with BF16 products."""
+    (scores,) = (body for body in loops if count("HGMMA", body))
+    return scores
+
+
+def score_columns(loops: list[list[str]]) -> list[str]:
+    """Collect the widths of the scores' FP8 products, which have 64 rows."""
+    return sorted(set(re.findall(r"\bQGMMA\.64x(\d+)x32", " ".join(scores_of(loops)))))
+
+
 def loads_behind_the_wait(loops: list[list[str]]) -> int:
     """Count the loads from shared memory between the scores and their maximum."""
-    (scores,) = (body for body in loops if count("HGMMA", body))
+    scores = scores_of(loops)
     wait = next(i for i, text in enumerate(scores) if "WARPGROUP.DEPBAR" in text)
     maximum = next(i for i, text in enumerate(scores) if "SHFL" in text)
     return count(r"\bLDS\b", scores[wait:maximum])
@@ -218,6 +230,9 @@ def check_common(name: str, report: dict) -> None:
     # waiting for what could be loaded while the tensor cores work.
     assert report["scale_terms_in_loops"] == 0
     assert "causal" in name or report["loads_behind_the_wait"] == 0
+    # Of few rows they are turned: as many columns, where 64 would be multiplied and weighed.
+    rows = int(re.findall(r"\d+", name)[0])
+    assert report["score_columns"] == [str(rows)]
     # Both warpgroups of `add_values` let the merge start; the first page id is asked for early.
     assert report["early_starts"] == 2
     assert report["prefetches"] == 1
@@ -229,10 +244,12 @@ def check_common(name: str, report: dict) -> None:
     # V: two warpgroups, two groups of 64 pairs, 64 x 64 x 2 bytes by 4 warps and 512 bytes a load.
     assert report["transposing_loads"] == 2 * 2 * (64 * 64 * 2) // (4 * 512)
     # The TMA writes to 128-byte boundaries only: 16 scales come word by word, two a lane. So do a
-    # query's, a word a thread for the first item, and written out twice for the producer's warp.
+    # query's, a word a thread for the first item, and written out twice for the producer's warp,
+    # which takes 32 rows at a time.
     small_pages = "page16" in name
     assert (report["scale_messages"] == 0) == small_pages
-    assert report["words"] == 1 + 2 * small_pages + 4 * name.endswith("many")
+    further_items = 2 * (2 if "rows64" in name else 1) if name.endswith("many") else 0
+    assert report["words"] == 1 + 2 * small_pages + further_items
     # Two neighbouring dimensions of the output leave together.
     assert report["narrow_stores"] == 0
 
@@ -261,7 +278,7 @@ def test_compiles_well_with_triton_36(with_triton_36, name):
     check_common(name, with_triton_36[name])
     assert with_triton_36[name]["spills_in_loops"] == 0
     # What goes from item to item: once an item, not once a block.
-    assert spilled_bytes(with_triton_36[name]) <= (20 if "many" in name else 0)
+    assert spilled_bytes(with_triton_36[name]) <= (16 if "many" in name else 0)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -269,7 +286,7 @@ def test_compiles_well_with_the_installed_triton(with_installed, name):
     check_common(name, with_installed[name])
     # 3.9's assembler keeps some more on the stack, and reads two words of it in a loop.
     assert with_installed[name]["spills_in_loops"] <= 2
-    assert spilled_bytes(with_installed[name]) <= 68
+    assert spilled_bytes(with_installed[name]) <= 48
 
 
 @pytest.mark.parametrize("name", MERGES)
