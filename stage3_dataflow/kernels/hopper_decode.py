@@ -15,9 +15,10 @@ role              warps  registers  work
 `add_values`      4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
 ================  =====  =========  ==============================================================
 
-(128 and 176 registers for a tile of at most 32 rows, whose O is half as large.) Everybody waits for
-`weigh_blocks`, so what could be taken from it was; and while one item's output leaves, the blocks
-of the next one are already being fetched and weighed.
+(128 and 176 registers for a tile of at most 32 rows: its O is half as large, and its scores are
+turned, so that they need no padding to 64 rows.) Everybody waits for `weigh_blocks`, so what could
+be taken from it was; and while one item's output leaves, the blocks of the next one are already
+being fetched and weighed.
 
 Three things shape it.
 
@@ -93,6 +94,8 @@ SCALES_OF_TMA = gl.constexpr(32)
 STAGES = gl.constexpr(4)
 """Blocks in the ring: 164 KB of the 227 KB of shared memory a program can have."""
 WEIGHT_SLOTS = gl.constexpr(2)
+THREADS = gl.constexpr(128)
+"""Of a warpgroup."""
 
 LOG2_E4M3_MAX = gl.constexpr(math.log2(448.0))
 LN2 = gl.constexpr(math.log(2.0))
@@ -630,7 +633,8 @@ def weigh_item(
         )  # fmt: skip
     mbarrier.arrive(query.empty, count=1)
     if not FEW:
-        mbarrier.arrive(queue.full.index(slot_of(end + 1, WEIGHT_SLOTS)), count=1, pred=end > first)
+        if end > first:
+            arrive_each(queue.full.index(slot_of(end + 1, WEIGHT_SLOTS)))
     slot = slot_of(n, ITEM_SLOTS)
     total = gl.sum(partial_sum, 0 if FEW else 1)
     items.total.index(slot).store(gl.convert_layout(total, ROWS))
@@ -648,8 +652,8 @@ def score_block(
     The latent product comes first: a large rotary score in the FP8 accumulator would cost the
     latent's small products.
 
-    Of few rows the scores are turned, [64 tokens, rows]: an instruction computes 64 by as many as
-    one likes, and what would be padding is neither multiplied nor weighed.
+    A tile of few rows has its scores turned, [64 tokens, rows]: a wgmma computes 64 by any multiple
+    of 8, so that nothing is multiplied, weighed or kept in shared memory for rows that are none.
     """
     BF16_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 16])
     FEW: gl.constexpr = BLOCK_ROWS < 64
@@ -698,6 +702,16 @@ def by_token(x, FEW: gl.constexpr):
 
 
 @gluon.jit
+def arrive_each(barrier):
+    """Let every thread arrive, for what it has written itself, and fenced.
+
+    `mbarrier.arrive` lets one do so for all, behind a barrier among them, and has Triton put
+    another before whatever touches shared memory next.
+    """
+    arrive_after_words(barrier, increment_count=False)
+
+
+@gluon.jit
 def weigh_block(
     g, first, end, running_max, unit, partial_sum, row_scale, query, ring, queue,
     SCORES: gl.constexpr, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
@@ -712,7 +726,8 @@ def weigh_block(
     TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
     scores, scale, log2_scale = score_block(g, query, ring, SCORES, BLOCK_ROWS, CAUSAL)
     if not FEW:
-        mbarrier.arrive(queue.full.index(slot_of(g + 1, WEIGHT_SLOTS)), count=1, pred=g > first)
+        if g > first:
+            arrive_each(queue.full.index(slot_of(g + 1, WEIGHT_SLOTS)))
     # The scales' product first: either alone could push a finite score past float32.
     weighted_log2 = scores * (by_token(scale, FEW) * by_row(row_scale, FEW))
     weighted_log2 += by_token(log2_scale, FEW)
@@ -741,7 +756,7 @@ def weigh_block(
     queue.ratio.index(slot).store(ratio)
     fence_async_shared()
     if FEW:
-        mbarrier.arrive(queue.full.index(slot), count=1)
+        arrive_each(queue.full.index(slot))
     return running_max, new_unit, partial_sum
 
 
@@ -1049,7 +1064,7 @@ def hopper_decode_kernel(
             gl.float8e4nv, [WEIGHT_SLOTS, BLOCK_ROWS, BLOCK_TOKENS], SWIZZLED_WEIGHTS
         ),
         gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, BLOCK_ROWS], FLAT),
-        new_barriers(WEIGHT_SLOTS, 1),
+        new_barriers(WEIGHT_SLOTS, THREADS),
         new_barriers(WEIGHT_SLOTS, 2),
     )
     query = QueryTile(

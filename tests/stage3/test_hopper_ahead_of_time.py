@@ -122,6 +122,7 @@ def report_of(
         "scale_terms_in_loops": sum(count(r"MUFU\.(?:LG2|RCP)", body) for body in loops),
         "loads_behind_the_wait": loads_behind_the_wait(loops) if loops else None,
         "score_columns": score_columns(loops) if loops else None,
+        "barriers_in_scores": count(r"\bBAR\.SYNC", scores_of(loops)) if loops else None,
         "early_starts": len(re.findall(r"\bPREEXIT\b", sass)),
         "waits_for_the_launch_before": len(re.findall(r"\bACQBULK\b", sass)),
         "prefetches": len(re.findall(r"\bCCTL\.E\.PF2", sass)),
@@ -233,6 +234,9 @@ def check_common(name: str, report: dict) -> None:
     # Of few rows they are turned: as many columns, where 64 would be multiplied and weighed.
     rows = int(re.findall(r"\d+", name)[0])
     assert report["score_columns"] == [str(rows)]
+    # Each thread says for itself that its part of P is there, so the warps meet once a block. (With
+    # few rows they meet for the maximum too, over tokens that lie in all four.)
+    assert rows < 64 or report["barriers_in_scores"] == 1 + ("causal" in name)
     # Both warpgroups of `add_values` let the merge start; the first page id is asked for early.
     assert report["early_starts"] == 2
     assert report["prefetches"] == 1
