@@ -90,6 +90,13 @@ def _add_kernels(parts: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=50, metavar="N", help="timed replays of each call (50)"
     )
+    parser.add_argument(
+        "--flush",
+        choices=("read", "write"),
+        default="read",
+        help="how the GPU's L2 cache is emptied before each replay: a buffer is read, or written, "
+        "and its lines are then written back during the call (read)",
+    )
     _add_output(parser)
     parser.set_defaults(run=run_kernels)
 
@@ -236,6 +243,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats if on_gpu else min(arguments.repeats, 3),
         page_size=arguments.page_size,
         peers=all_peers(arguments.flashmla_ops) if arguments.peers == "auto" else [],
+        flush=arguments.flush,
         only=tuple(arguments.only or ("",)),
         say=_Progress(),
     )

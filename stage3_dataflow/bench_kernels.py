@@ -39,6 +39,7 @@ from stage3_dataflow.bench_cases import (
 from stage3_dataflow.bench_peers import Peer, PeerWarmUp, load_peers, one_line
 from stage3_dataflow.bench_timing import (
     Ceilings,
+    Flush,
     Stopwatch,
     Timing,
     describe_machine,
@@ -372,6 +373,8 @@ class KernelBenchmark:
         Tokens per page.
     peers
         Other libraries' kernels to stand beside.
+    flush
+        How the L2 cache is emptied before each replay.
     only
         Start of the names of rows that are wanted; all by default.
     say
@@ -382,11 +385,12 @@ class KernelBenchmark:
     repeats: int = 50
     page_size: int = 64
     peers: Sequence[Peer] = ()
+    flush: Flush = "read"
     only: tuple[str, ...] = ("",)
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
-        self.watch = Stopwatch(self.device, self.repeats)
+        self.watch = Stopwatch(self.device, self.repeats, flush=self.flush)
         self.path = which_path(self.device).name
         self.peer_status = load_peers(list(self.peers), self.device)
         self.machine = describe_machine(self.device)

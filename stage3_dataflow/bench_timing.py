@@ -2,8 +2,10 @@
 
 On a GPU a call is recorded as a CUDA graph and replayed, since from Python a launch can take longer
 than a short kernel runs. Before each replay, outside the timed interval, a buffer much larger than
-the L2 cache is written, so the call finds its data in memory as a decode step would, where a whole
-model ran since the last one. The write also gives the host time to get ahead of the device.
+the L2 cache is read, so the call finds its data in memory as a decode step would, where a whole
+model's weights were read since the last one. It also gives the host time to get ahead of the
+device. A flush that *writes* leaves the cache full of lines which the timed call then has to put
+back into memory: on an H200 that adds about 9 microseconds to whatever moves enough.
 
 The two ceilings are measured in the same run and the same way: a copy within the device's memory,
 and cuBLAS's BF16 product of two large random matrices. Percentages are of these, not of a
@@ -20,14 +22,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from stage3_dataflow.execution_path import which_path
 
 FLUSH_BYTES = 512 * 2**20
-"""Several times any L2, and more than 100 us of writing: see the module's docstring."""
+"""Several times any L2, and more than 100 us of reading: see the module's docstring."""
+Flush = Literal["read", "write"]
 COPY_BYTES = 2 * 2**30
 MATRIX_SIZE = 8192
 
@@ -61,27 +64,30 @@ class Stopwatch:
         Where the calls run.
     repeats
         Timed replays of each call.
+    flush
+        How a GPU's L2 cache is emptied before each: by reading a buffer, or by writing it.
     """
 
-    def __init__(self, device: torch.device, repeats: int = 50) -> None:
+    def __init__(self, device: torch.device, repeats: int = 50, *, flush: Flush = "read") -> None:
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1; got {repeats}")
+        if flush not in ("read", "write"):
+            raise ValueError(f"flush must be read or write; got {flush!r}")
         self.device = device
         self.repeats = repeats
+        self.flush = flush
         self.method = (
-            "CUDA graph replay, L2 flushed"
+            f"CUDA graph replay, L2 flushed by a {flush}"
             if device.type == "cuda"
             else f"wall clock, {which_path(device).name} path"
         )
-        self._flush = (
-            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-            if device.type == "cuda"
-            else None
+        self._buffer = (
+            torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
         )
 
     def time(self, call: Callable[[], Any]) -> Timing:
         """Time a call that allocates what it likes and never synchronises."""
-        if self._flush is None:
+        if self._buffer is None:
             return self._wall_clock(call)
         host = self._issue(call)
         graph = self._capture(call)
@@ -90,7 +96,10 @@ class Stopwatch:
             [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats)] for _ in range(2)
         )
         for start, end in zip(starts, ends, strict=True):
-            self._flush.zero_()
+            if self.flush == "read":
+                self._buffer.sum()
+            else:
+                self._buffer.zero_()
             start.record()
             graph.replay()
             end.record()

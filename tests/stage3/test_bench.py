@@ -270,6 +270,8 @@ def test_timing_repeats_as_often_as_it_says(twins):
     assert timing.low <= timing.median <= timing.high and timing.host is None
     with pytest.raises(ValueError, match="repeats must be at least 1"):
         Stopwatch(CPU, repeats=0)
+    with pytest.raises(ValueError, match="flush must be read or write; got 'wash'"):
+        Stopwatch(CPU, flush="wash")
 
 
 # Other libraries, played by stand-ins that compute what the real ones document
@@ -479,7 +481,7 @@ def made_up_report():
     return {
         "command": "snapmla bench kernels --device auto" + " --shape 64,128,131072,2" * 5,
         "machine": machine,
-        "method": "CUDA graph replay, L2 flushed",
+        "method": "CUDA graph replay, L2 flushed by a read",
         "repeats": 50,
         "fixed_rule": {"min_tokens": 1024, "max_splits": 64},
         "peers": dict(zip(PEERS, ("ready", "not installed " + "y" * 200, "ready"), strict=True)),
