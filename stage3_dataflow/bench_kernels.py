@@ -144,14 +144,14 @@ def _attention_error(
 
 def suggested_rule(shape: Shape, processors: int, kernel: Kernel) -> SplitRule:
     """`suggest_split_rule` for a shape's mean and longest length."""
-    standing_so = list(shape.lengths) == sorted(shape.lengths, reverse=True)
+    stands_longest_first = list(shape.lengths) == sorted(shape.lengths, reverse=True)
     return suggest_split_rule(
         shape.batch,
         shape.s_q * shape.heads,
         shape.tokens // shape.batch,
         processors=processors,
         longest=max(shape.lengths),
-        longest_first=standing_so or kernel == "hopper",
+        longest_first=stands_longest_first or kernel == "hopper",
     )
 
 

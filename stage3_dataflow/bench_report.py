@@ -145,8 +145,8 @@ def shape_table(shape: dict[str, Any]) -> list[str]:
     asks = f"batch {shape['batch']}, heads {shape['heads']}, tokens {length}, s_q {shape['s_q']}"
     lines = [
         *wrap(
-            f"{shape['name']}: {asks}; splits of at least {rule['min_tokens']} tokens, at most "
-            f"{rule['max_splits']}"
+            f"{shape['name']}: {asks}; the fastest kernel's splits have at least "
+            f"{rule['min_tokens']} tokens, at most {rule['max_splits']} a request"
         ),
         _row(["", "splits", "us", "TFLOP/s", "GB/s", "%copy", "%BF16", "host"]),
     ]

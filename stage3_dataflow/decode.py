@@ -93,7 +93,8 @@ def mla_decode(
     split_rule
         How requests are cut; see `stage3_dataflow.split_plan`. Changes rounding only.
     workspace
-        Where partial results go; by default torch's caching allocator supplies them.
+        Memory for what goes from launch to launch, one for each stream; by default torch's caching
+        allocator supplies it.
     kernel
         "hopper" or "portable"; None takes the Hopper kernel where it can serve the call.
         `which_kernel` says what that is, and why.

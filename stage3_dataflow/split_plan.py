@@ -22,7 +22,6 @@ from torch import Tensor
 SPLIT_GRANULE = 64
 """Tokens that a split is a multiple of: the block that shares one scale of P."""
 
-
 MIN_RAGGED_TOKENS = 1024
 """Least tokens of a split in a ragged batch: below, partial results cost more than they balance."""
 
@@ -74,7 +73,7 @@ def largest_split_count(capacity: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> 
     return max(1, min(rule.max_splits, -(-capacity // rule.min_tokens)))
 
 
-def longest_first(
+def longest_first_order(
     cache_seqlens: Tensor, capacity: int, rule: SplitRule, grid_splits: int
 ) -> Tensor:
     """Order a batch's splits by size: those of the request whose first one is largest come first.
@@ -143,6 +142,7 @@ def suggest_split_rule(
         share = batch * length * tiles / processors
         tokens = max(MIN_RAGGED_TOKENS, math.ceil(share / 4 / SPLIT_GRANULE) * SPLIT_GRANULE)
         largest = max(math.ceil(1.1 * share), tokens) if longest_first else tokens
-        return SplitRule(min_tokens=tokens, max_splits=-(-longest // largest))
+        # One split would be taken up as it stands: of two, each finds its place in the order.
+        return SplitRule(min_tokens=tokens, max_splits=max(-(-longest // largest), 2))
     splits = max(1, processors // max(batch * tiles, 1))
     return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)

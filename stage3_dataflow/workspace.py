@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage3_dataflow.split_plan import DEFAULT_SPLIT_RULE, SplitRule, largest_split_count
+from stage3_dataflow.split_plan import (
+    DEFAULT_SPLIT_RULE,
+    SplitRule,
+    largest_split_count,
+)
 
 
 class DecodeWorkspace:
     """Buffers for what goes from launch to launch: partial outputs above all. They only grow.
 
-    One workspace serves one stream: two decodes that may run at the same time need one each. A
-    buffer that was outgrown is kept, since a captured CUDA graph may go on writing to it.
+    One workspace serves one stream: two decodes that may run at the same time need one each, even
+    if neither splits a request. A buffer that was outgrown is kept, since a captured CUDA graph may
+    go on writing to it.
 
     Parameters
     ----------
@@ -29,9 +34,16 @@ class DecodeWorkspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for partial results."""
-        held = (self._out, self._lse, *self._outgrown)
+        """Bytes held."""
+        held = (self._out, self._lse, self._order, *self._outgrown)
         return sum(buffer.nbytes for buffer in held)
+
+    def order(self, splits: int) -> Tensor:
+        """Int32, room for `split_plan.longest_first_order` of as many splits."""
+        if self._order.numel() <= splits:
+            self._outgrown.append(self._order)
+            self._order = self._order.new_empty(1 + splits)
+        return self._order
 
     def counter(self) -> Tensor:
         """Int32 [1]: a kernel that counts with it finds 0 and leaves 0.
@@ -44,13 +56,6 @@ class DecodeWorkspace:
         if not (counter.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._counter = counter
         return counter
-
-    def order(self, splits: int) -> Tensor:
-        """Int32 [1 + splits]: how many there are, and the order in which they are taken up."""
-        if self._order.numel() <= splits:
-            self._outgrown.append(self._order)
-            self._order = self._order.new_empty(1 + splits)
-        return self._order
 
     def partials(
         self,
@@ -83,7 +88,8 @@ def workspace_bytes(
 ) -> int:
     """Bytes that a decode of this size needs at most for partial results, 0 if none is split.
 
-    The Hopper kernel keeps them in BF16 where the output is BF16, and then needs half.
+    The Hopper kernel keeps them in BF16 where the output is BF16, and then needs half. The order in
+    which it takes up splits, of which there may be 4 bytes for each, comes on top.
 
     Parameters
     ----------

@@ -8,8 +8,8 @@ through shared memory:
 ================  =====  =========  ==============================================================
 role              warps  registers  work
 ================  =====  =========  ==============================================================
-`manage_items`    1      24         finds the next item; writes each one's log-sum-exp
-`load_blocks`     1      24         TMA: tokens' codes, scale and rope, a ring of four blocks
+`manage_items`    1      24         finds the next item; each one's log-sum-exp, and 1 / l
+`load_blocks`     1      24         TMA: tokens' codes, scale and rope, a ring of four; queries
 `prepare_blocks`  1      24         logarithms of the scales; what lies behind the end is cleared
 `weigh_blocks`    4      88         scores (FP8 latent, then BF16 rope product), online softmax, P
 `add_values`      4 + 4  200        P @ V, 256 of the 512 latent dimensions each, and the output
@@ -38,7 +38,7 @@ is 2^R / 448, and there is no division. ratio = 2^(R_before - R), at most 2^60.
 
 The roles fit: nothing is spilled where it would cost, in the loops over blocks, and no wgmma waits
 for another's registers. A test compiles the kernel without a GPU and asserts both, because neither
-is an error to a compiler.
+is an error to a compiler. (Triton 3.9's assembler reads up to two words from the stack in a loop.)
 
 References
 ----------
@@ -77,6 +77,7 @@ from stage3_dataflow.kernels.hopper_merge import (
     launch_hopper_combine,
     let_merge_start,
     split_of_request,
+    wait_for_launch_before,
 )
 from stage3_dataflow.kernels.launch import launch_longest_first
 from stage3_dataflow.kernels.launch_cache import launch, places
@@ -126,9 +127,9 @@ class BlockRing:
     scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
     log2_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32, -inf behind the split's end
     inverse_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
-    full: gl.shared_memory_descriptor  # [STAGES, 1]
-    ready: gl.shared_memory_descriptor  # [STAGES, 1]
-    empty: gl.shared_memory_descriptor  # [STAGES, 1]
+    full: gl.shared_memory_descriptor  # [STAGES, 1], by the TMA
+    ready: gl.shared_memory_descriptor  # [STAGES, 1], by `prepare_blocks`
+    empty: gl.shared_memory_descriptor  # [STAGES, 1], by both `add_values`
 
 
 @device_record
@@ -137,8 +138,8 @@ class WeightQueue:
 
     weights: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, rows, 64 tokens] e4m3
     ratio: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, rows] f32
-    full: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
-    empty: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1]
+    full: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1], by every thread of `weigh_blocks`
+    empty: gl.shared_memory_descriptor  # [WEIGHT_SLOTS, 1], by both `add_values`
 
 
 @device_record
@@ -148,9 +149,10 @@ class QueryTile:
     codes: gl.shared_memory_descriptor  # [1, rows, 512] e4m3
     rope: gl.shared_memory_descriptor  # [rows, 64] bf16
     scale: gl.shared_memory_descriptor  # [rows] f32
-    visible: gl.shared_memory_descriptor  # [rows] i32: the split's tokens that a row sees
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    visible: gl.shared_memory_descriptor  # [rows] i32: tokens that a row sees, from the program's
+    # first block on
+    full: gl.shared_memory_descriptor  # by the TMA
+    empty: gl.shared_memory_descriptor  # by `weigh_blocks`
 
 
 @device_record
@@ -161,21 +163,24 @@ class ItemQueue:
     """
 
     words: gl.shared_memory_descriptor  # [ITEM_SLOTS, ITEM_WORDS] i32
-    full: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
-    empty: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
+    full: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1], by `manage_items`: the words are there
+    empty: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1], by each of the six roles
     bad_page: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1] i32: some page id is no page
     total: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: l, in the last block's unit
     unit: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: that unit R
-    summed: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]: these and `bad_page` are there
+    summed: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1], by `load_blocks` and `weigh_blocks`:
+    # these three are there
     normalizer: gl.shared_memory_descriptor  # [ITEM_SLOTS, rows] f32: 1 / l, 0 for an empty row
-    normalized: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1]
-    asked: gl.shared_memory_descriptor  # an item is nearly fetched: time for the next
+    normalized: gl.shared_memory_descriptor  # [ITEM_SLOTS, 1], by `manage_items`: that is there
+    asked: gl.shared_memory_descriptor  # by `load_blocks`: the item is nearly fetched, the next one
+    # is wanted
 
 
 ASKED_AHEAD = gl.constexpr(3)
-"""Blocks of an item that are still to be fetched when the next item is asked for. With the ring's
-it is time enough to find it."""
+"""Blocks of an item that are still to be fetched when the next item is asked for. Until these and
+the ring's have been used, the next one has been found."""
 
+ROLES = gl.constexpr(6)
 ITEM_SLOTS = gl.constexpr(2)
 ITEM_WORDS = gl.constexpr(8)
 BLOCKS = gl.constexpr(0)  # of the split; -1 behind the last item
@@ -223,7 +228,7 @@ def release_item(items, n, MANY: gl.constexpr):
 
 @gluon.jit
 def place_of(index, number, order, plan):
-    """Find item `index`: the tiles of a split come first, then the other splits as ordered.
+    """Find item `index` of `number`: the tiles of a split come first, then the next split.
 
     Returns the tile, the split and the request; behind the last item, those of any.
     """
@@ -281,7 +286,7 @@ def manage_items(
     """
     if MANY:
         programs = gl.num_programs(0)
-        n = programs * 0 + 1
+        n = gl.to_tensor(1)
         mbarrier.wait(items.asked, 0)
         index = programs + gl.atomic_add(counter, 1)
         while index < number:
@@ -300,8 +305,7 @@ def manage_items(
             gl.store(counter, 0)
         slot = slot_of(n, ITEM_SLOTS)
         mbarrier.wait(items.empty.index(slot), phase_of(n, ITEM_SLOTS) ^ 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        items.words.index(slot).store(gl.full([ITEM_WORDS], -1, gl.int32, layout))
+        items.words.index(slot).store(gl.full([ITEM_WORDS], -1, gl.int32, PER_LANE))
         mbarrier.arrive(items.full.index(slot), count=1)
         finish_item(items, n - 1, lse, partial_lse, MANY)
     else:
@@ -351,7 +355,7 @@ def load_blocks(
 
     It runs ahead into the next item as far as the ring has room.
     """
-    n = num_pages * 0
+    n = gl.to_tensor(0)
     loaded = n
     blocks = read_word(items, n, BLOCKS)
     if MANY:
@@ -485,7 +489,7 @@ def prepare_blocks(ring, items, MANY: gl.constexpr):
     waits for it but at the start: it is blocks ahead of `weigh_blocks`, which everybody waits for.
     A token behind the end has the logarithm -inf, and so the weight 0, without a comparison.
     """
-    n = gl.program_id(0) * 0
+    n = gl.to_tensor(0)
     prepared = n
     blocks = read_word(items, n, BLOCKS)
     if MANY:
@@ -581,13 +585,13 @@ def weigh_blocks(
 ):  # fmt: skip
     """Scores, online softmax and P of every block; one warpgroup.
 
-    P of block i is stored before the scores of block i + 1 are started, and published after they
+    P of block i is stored before the scores of block i + 1 are started, and published once they
     are finished: published earlier, the P @ V warpgroups' products queue in front of the scores
     that everybody waits for next. A tile of few rows has short products, and publishes at once.
 
     Registers are short, so what an item ends with is left to `manage_items`.
     """
-    n = rows * 0
+    n = gl.to_tensor(0)
     first = n
     blocks = read_word(items, n, BLOCKS)
     if MANY:
@@ -614,15 +618,15 @@ def weigh_item(
     """Weigh an item's blocks, which are the program's from `first` to `end`."""
     FEW: gl.constexpr = BLOCK_ROWS < 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
-    ROWS: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
-    running_max = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROWS)
-    unit = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROWS)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
+    running_max = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROW_LAYOUT)
+    unit = gl.full([BLOCK_ROWS], LOWEST_LOG2, gl.float32, ROW_LAYOUT)
     partial_sum = sum_in_thread(gl.zeros([64, BLOCK_ROWS], gl.float32, SCORES), FEW)
     mbarrier.wait(query.full, n & 1)
-    row_scale = query.scale.load(ROWS) * score_scale_log2
+    row_scale = query.scale.load(ROW_LAYOUT) * score_scale_log2
     if CAUSAL:
         first_row = read_word(items, n, QUERY_ROW) - read_word(items, n, REQUEST) * rows
-        row = first_row + gl.arange(0, BLOCK_ROWS, ROWS)
+        row = first_row + gl.arange(0, BLOCK_ROWS, ROW_LAYOUT)
         seen_first = read_word(items, n, TOKENS) - rows // heads + 1
         # By the program's count of tokens, as the blocks are counted.
         query.visible.store(first * BLOCK_TOKENS + seen_first + row // heads)
@@ -637,7 +641,7 @@ def weigh_item(
             arrive_each(queue.full.index(slot_of(end + 1, WEIGHT_SLOTS)))
     slot = slot_of(n, ITEM_SLOTS)
     total = gl.sum(partial_sum, 0 if FEW else 1)
-    items.total.index(slot).store(gl.convert_layout(total, ROWS))
+    items.total.index(slot).store(gl.convert_layout(total, ROW_LAYOUT))
     items.unit.index(slot).store(unit)
     mbarrier.arrive(items.summed.index(slot), count=1)
     release_item(items, n, MANY)
@@ -647,7 +651,7 @@ def weigh_item(
 def score_block(
     g, query, ring, SCORES: gl.constexpr, BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    """Multiply a block's [64 rows, 64 tokens] scores; with them its scales, and their log2.
+    """Multiply a block's [rows, 64 tokens] scores; with them its scales, and their log2.
 
     The latent product comes first: a large rotary score in the FP8 accumulator would cost the
     latent's small products.
@@ -657,7 +661,7 @@ def score_block(
     """
     BF16_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 16])
     FEW: gl.constexpr = BLOCK_ROWS < 64
-    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
+    TOKEN_LAYOUT: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
     stage = slot_of(g, STAGES)
     mbarrier.wait(ring.ready.index(stage), phase_of(g, STAGES))
     # A place unknown until now: else the descriptors of its parts are kept, and take registers.
@@ -679,12 +683,12 @@ def score_block(
     scores = relabel_accumulator(scores, SCORES)
     # Loaded meanwhile: behind the wait, everything would wait for them. What hides tokens takes the
     # registers that the second one needs.
-    scale = ring.scale.index(stage).load(TOKENS)
+    scale = ring.scale.index(stage).load(TOKEN_LAYOUT)
     if CAUSAL:
         scores = warpgroup_mma_wait(0, deps=[scores])
-        log2_scale = ring.log2_scale.index(stage).load(TOKENS)
+        log2_scale = ring.log2_scale.index(stage).load(TOKEN_LAYOUT)
     else:
-        log2_scale = ring.log2_scale.index(stage).load(TOKENS)
+        log2_scale = ring.log2_scale.index(stage).load(TOKEN_LAYOUT)
         scores = warpgroup_mma_wait(0, deps=[scores])
     return scores, scale, log2_scale
 
@@ -706,7 +710,8 @@ def arrive_each(barrier):
     """Let every thread arrive, for what it has written itself, and fenced.
 
     `mbarrier.arrive` lets one do so for all, behind a barrier among them, and has Triton put
-    another before whatever touches shared memory next.
+    another before whatever touches shared memory next. The instruction is made for a thread's
+    asynchronous copies, of which there are none; what orders its stores is the fence before.
     """
     arrive_after_words(barrier, increment_count=False)
 
@@ -723,7 +728,7 @@ def weigh_block(
     threads of a row.
     """
     FEW: gl.constexpr = BLOCK_ROWS < 64
-    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
+    TOKEN_LAYOUT: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
     scores, scale, log2_scale = score_block(g, query, ring, SCORES, BLOCK_ROWS, CAUSAL)
     if not FEW:
         if g > first:
@@ -742,7 +747,7 @@ def weigh_block(
     weights = gl.exp2(weighted_log2 - by_row(new_unit - LOG2_E4M3_MAX, FEW))
     ratio = gl.exp2(unit - new_unit)
     # The sum before P: P waits for the next scores anyway, and the registers don't hold more.
-    inverse_scale = ring.inverse_scale.index(slot_of(g, STAGES)).load(TOKENS)
+    inverse_scale = ring.inverse_scale.index(slot_of(g, STAGES)).load(TOKEN_LAYOUT)
     thread_ratio = gl.convert_layout(
         ratio, gl.SliceLayout(0 if FEW else 1, partial_sum.type.layout), assert_trivial=True
     )
@@ -775,10 +780,10 @@ def weights_operand(codes, FEW: gl.constexpr):
 @gluon.jit
 def hide_tokens(weighted_log2, g, query, SCORES: gl.constexpr, FEW: gl.constexpr):
     """Make -inf of the tokens of a block that a row does not see."""
-    ROWS: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
-    TOKENS: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
-    visible = query.visible.load(ROWS) - g * BLOCK_TOKENS
-    token = gl.arange(0, 64, TOKENS)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
+    TOKEN_LAYOUT: gl.constexpr = gl.SliceLayout(1 if FEW else 0, SCORES)
+    visible = query.visible.load(ROW_LAYOUT) - g * BLOCK_TOKENS
+    token = gl.arange(0, 64, TOKEN_LAYOUT)
     return gl.where(by_token(token, FEW) < by_row(visible, FEW), weighted_log2, float("-inf"))
 
 
@@ -831,7 +836,7 @@ def add_values(
     O lies in four tiles of 64 dimensions, taken in turn, so that one block's product needs 32
     registers a thread beside O's 128.
     """
-    n = gl.program_id(0) * 0
+    n = gl.to_tensor(0)
     first = n
     blocks = read_word(items, n, BLOCKS)
     if MANY:
@@ -909,8 +914,8 @@ def write_output(out, first_row, items, n, tiles, normalizer, HALF: gl.constexpr
     live_rows = read_word(items, n, LIVE_ROWS)
     out += first_row.to(gl.int64) * KV_LORA_RANK + HALF * HALF_RANK
     # Both in `out`'s dtype first: half as many registers.
-    first = normalized(o0, o1, normalizer).to(out.dtype.element_ty)
-    second = normalized(o2, o3, normalizer).to(out.dtype.element_ty)
+    first = normalized_rows(o0, o1, normalizer).to(out.dtype.element_ty)
+    second = normalized_rows(o2, o3, normalizer).to(out.dtype.element_ty)
     store_held(out, first, live_rows)
     store_held(out + 128, second, live_rows)
 
@@ -976,7 +981,7 @@ def start_product(values, weights, ACCUMULATOR: gl.constexpr, BLOCK_ROWS: gl.con
 
 
 @gluon.jit
-def normalized(even, odd, normalizer):
+def normalized_rows(even, odd, normalizer):
     """Even and odd dimensions [64, rows] each to the output's [rows, 128]; 0 where nothing is seen.
 
     Multiplying by zero would not do: behind a bad page stands anything, NaN included.
@@ -1003,15 +1008,15 @@ def hopper_decode_kernel(
     query_scale,  # [batch, rows] f32
     block_table,  # [batch, max_pages] i32
     cache_seqlens,  # [batch] i32
-    order,  # [1 + parts] i32: number of parts, and as they are to be taken up, request x
-    # partial_splits + split; or None: as they stand, and every one exists
+    order,  # i32, the splits as they are taken up (`split_plan.longest_first_order`); or None: as
+    # they stand, and each request has one
     counter,  # [1] i32, 0: items that have been taken beside the programs' first
     out,  # [batch, rows, 512]
     lse,  # [batch, rows] f32
     partial_out,  # [batch, partial_splits, rows, 512]
     partial_lse,  # [batch, partial_splits, rows] f32
     score_scale_log2,
-    number,  # of items, where `order` does not say it: tiles x batch
+    number,  # of items, where `order` does not say it
     tiles,  # of rows
     rows,
     heads,
@@ -1032,18 +1037,13 @@ def hopper_decode_kernel(
 ):
     """Attend for tiles of rows over splits of requests; see the module's docstring.
 
-    The tiles of a request run side by side and share its blocks in L2. `MANY` says that there are
-    more items than programs, of which a multiprocessor has one.
+    The tiles of a request run side by side and share its blocks in L2. Grid: (tiles, splits, batch)
+    or, for `MANY` items, as many programs as multiprocessors.
     """
     plan = (tiles, capacity, min_tokens, max_splits, partial_splits)
-    if MANY:
-        if order is not None:
-            number = gl.load(order) * tiles
-        place = place_of(gl.program_id(0), number, order, plan)
-    else:
+    if not MANY:
         place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
-    tile, split, request = place
-    length = gl.load(cache_seqlens + request)
+        length = gl.load(cache_seqlens + place[2])
     # The length takes a while to come; meanwhile, what does not depend on it.
     ring = BlockRing(
         gl.allocate_shared_memory(
@@ -1078,7 +1078,7 @@ def hopper_decode_kernel(
     items = ItemQueue(
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, ITEM_WORDS], FLAT),
         new_barriers(ITEM_SLOTS, 1),
-        new_barriers(ITEM_SLOTS, 6),
+        new_barriers(ITEM_SLOTS, ROLES),
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
@@ -1088,8 +1088,16 @@ def hopper_decode_kernel(
         new_barriers(1, 1).index(0),
     )
     fence_async_shared()
+    if MANY:
+        if order is not None:
+            wait_for_launch_before()
+            number = gl.load(order) * tiles
+        place = place_of(gl.program_id(0), number, order, plan)
+        length = gl.load(cache_seqlens + place[2])
+    tile, split, request = place
     extent = blocks_of(length, split, plan)
-    # `add_values` gets what is left, as much as its twin here: 512 in all for a thread of each.
+    # The first `add_values` gets what is left of 512, for a thread of each warpgroup: at least what
+    # its twin here has.
     WORKER_REGISTERS: gl.constexpr = (
         [88, 200, 24, 24, 24] if BLOCK_ROWS == 64 else [128, 176, 24, 24, 24]
     )
@@ -1337,7 +1345,7 @@ def is_contiguous(part: Geometry) -> bool:
 
 
 def rows_in_tile(rows: int) -> int:
-    """Rows of a program's tile: fewer than 64 make P @ V shorter, and scores take the same time."""
+    """Rows of a program's tile: as few as hold the request's, for nothing is computed by halves."""
     return next((tile for tile in (16, 32) if rows <= tile), 64)
 
 
@@ -1376,8 +1384,8 @@ def launch_hopper_decode(
     page_size = cache.scale.shape[1]
     block_rows = rows_in_tile(rows)
     number_of_tiles = -(-rows // block_rows)
-    number = number_of_tiles * num_splits_grid * batch
     programs = multiprocessors(out.device)
+    number = number_of_tiles * num_splits_grid * batch
     many = number > programs
     capacity = min(block_table.shape[1] * page_size, LARGEST_INDEX - BLOCK_TOKENS.value)
     min_tokens, max_splits = (min(number, LARGEST_INDEX) for number in split_rule)
@@ -1388,10 +1396,11 @@ def launch_hopper_decode(
             batch, num_splits_grid, rows, out.shape[-1], partial_dtype(out.dtype)
         )
     plan = (capacity, min_tokens, max_splits, num_splits_grid)
+    counter = workspace.counter() if many else None
     order = None
     if many and num_splits_grid > 1:
         order = workspace.order(batch * num_splits_grid)
-        launch_longest_first(cache_seqlens, order, *plan)
+        launch_longest_first(cache_seqlens, order, counter, *plan)
     planes = tuple(geometry(plane) for plane in cache)
     tiles = tile_descriptors(block_rows, geometry(query.codes), geometry(query.rope), *planes)
     codes, scale, rope = planes
@@ -1408,7 +1417,7 @@ def launch_hopper_decode(
             block_table,
             cache_seqlens,
             order,
-            workspace.counter() if many else cache_seqlens,
+            counter,
             out,
             lse,
             partial_out,
@@ -1435,6 +1444,8 @@ def launch_hopper_decode(
         device=out.device,
         unspecialized=UNSPECIALIZED,
         num_warps=4,
+        launch_pdl=order
+        is not None,  # what comes before `wait_for_launch_before` may overlap the ordering
     )
     if num_splits_grid > 1:
         launch_hopper_combine(partial_out, partial_lse, cache_seqlens, out, lse, *plan[:3])

@@ -66,7 +66,7 @@ def hopper_combine_kernel(
     length = gl.load(cache_seqlens + request)
     length = gl.where((length < 0) | (length > capacity), 0, length)
     splits, _first, _end = split_of_request(length, 0, min_tokens, max_splits)
-    wait_for_decode()
+    wait_for_launch_before()
     DTYPE: gl.constexpr = partial_out.dtype.element_ty
     BYTES: gl.constexpr = PARTIALS * HALF_WIDTH * DTYPE.primitive_bitwidth // 8
     RESERVED: gl.constexpr = SHARED_BYTES // BYTES if PARTIALS == MANY_PARTIALS else 1
@@ -100,8 +100,8 @@ def let_merge_start():
 
 
 @gluon.jit
-def wait_for_decode():
-    """Return once the decode's writes are there: the merge starts while it ends."""
+def wait_for_launch_before():
+    """Return once what the launch before this one writes is there: this one began as it ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -286,5 +286,5 @@ def launch_hopper_combine(
         {"MERGE_SPLITS": merge_splits, "PARTIALS": partials},
         unspecialized=UNSPECIALIZED,
         num_warps=4,
-        launch_pdl=True,  # what comes before `wait_for_decode` may overlap the decode's end
+        launch_pdl=True,  # what comes before `wait_for_launch_before` may overlap the decode's end
     )

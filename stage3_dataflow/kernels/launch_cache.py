@@ -66,8 +66,6 @@ def launch(
             key += (argument.dtype, argument.data_ptr() & 15 == 0)
         elif isinstance(argument, int):
             key.append(argument > LARGEST_INT32 if place in unspecialized else argument)
-        elif argument is None:
-            key.append(None)
     found = tuple(key)
     compiled = _compiled.get(found)
     if compiled is None:

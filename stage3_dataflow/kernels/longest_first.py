@@ -2,7 +2,7 @@
 
 Programs that take one item after another end together if the small ones come last. Nothing else
 depends on the order: which bits a request has, its own length says. The meaning is
-`stage3_dataflow.split_plan.longest_first`.
+`stage3_dataflow.split_plan.longest_first_order`.
 """
 
 import triton
@@ -24,6 +24,7 @@ def first_split(seqlens_ptr, request, live, capacity, rule, SPLIT_GRANULE: tl.co
 def longest_first_kernel(
     seqlens_ptr,
     order_ptr,
+    counter_ptr,
     batch,
     capacity,
     min_tokens,
@@ -32,7 +33,10 @@ def longest_first_kernel(
     BLOCK: tl.constexpr,
     SPLIT_GRANULE: tl.constexpr,
 ):
-    """Write the splits of `BLOCK` requests behind those that come before, which it counts."""
+    """Write the splits of `BLOCK` requests behind those that come before, which it counts.
+
+    All programs write alike how many splits there are, and set the count of those taken to 0.
+    """
     rule = (min_tokens, max_splits)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = request < batch
@@ -50,6 +54,7 @@ def longest_first_kernel(
         place += tl.sum(tl.where(before, their_splits[None, :], 0), axis=1)
         total += tl.sum(their_splits, axis=0)
     tl.store(order_ptr, total)
+    tl.store(counter_ptr, 0)
     for split in range(tl.max(splits, axis=0)):
         part = request * grid_splits + split
         tl.store(order_ptr + 1 + place + split, part, mask=split < splits)

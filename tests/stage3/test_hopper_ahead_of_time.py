@@ -23,20 +23,21 @@ pytestmark = pytest.mark.stage3
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY_OF_HOPPER = 227 * 1024
 CONFIGURATIONS = {
-    "rows64": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False, MANY=False),
-    "rows64-causal": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True, MANY=False),
-    "rows32-causal": dict(PAGE_SIZE=64, BLOCK_ROWS=32, CAUSAL=True, MANY=False),
-    "rows16": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False, MANY=False),
-    "rows16-page128-causal": dict(PAGE_SIZE=128, BLOCK_ROWS=16, CAUSAL=True, MANY=False),
-    "rows32-page32": dict(PAGE_SIZE=32, BLOCK_ROWS=32, CAUSAL=False, MANY=False),
-    "rows64-page16": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False, MANY=False),
-    "rows64-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
-    "rows64-causal-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True, MANY=True),
-    "rows64-ordered-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
-    "rows16-many": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False, MANY=True),
-    "rows64-page16-many": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False, MANY=True),
+    "rows64": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False),
+    "rows64-causal": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True),
+    "rows32-causal": dict(PAGE_SIZE=64, BLOCK_ROWS=32, CAUSAL=True),
+    "rows16": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False),
+    "rows16-page128-causal": dict(PAGE_SIZE=128, BLOCK_ROWS=16, CAUSAL=True),
+    "rows32-page32": dict(PAGE_SIZE=32, BLOCK_ROWS=32, CAUSAL=False),
+    "rows64-page16": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False),
+    "rows64-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False),
+    "rows64-causal-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True),
+    "rows64-many-ordered": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False),
+    "rows16-many": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False),
+    "rows16-many-ordered": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False),
+    "rows64-page16-many": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False),
 }
-"""`MANY`: of more items than programs; "ordered": which are taken up longest first."""
+"""Those called "many" are of more items than programs; if "ordered", taken up in an order."""
 
 
 MERGES = {"merge4": (4, 64), "merge16-few": (16, 16), "merge64": (64, 64), "merge128": (128, 64)}
@@ -77,10 +78,11 @@ def compile_all() -> dict[str, dict[str, object]]:
             ),
             "score_scale_log2": "fp32",
         }
-        unordered = {} if "ordered" in name else {"order": None}
-        reports[name] = report_of(
-            name, hopper_decode.hopper_decode_kernel, types, {**constants, **unordered}
-        )
+        many, ordered = "many" in name, "ordered" in name
+        given: dict[str, object] = {**constants, "MANY": many}
+        given |= {} if many else {"counter": None}
+        given |= {} if ordered else {"order": None}
+        reports[name] = report_of(name, hopper_decode.hopper_decode_kernel, types, given)
     for name, (splits, partials) in MERGES.items():
         kernel = hopper_merge.hopper_combine_kernel
         constants = {"MERGE_SPLITS": splits, "PARTIALS": partials}
@@ -122,6 +124,7 @@ def report_of(
         "scale_terms_in_loops": sum(count(r"MUFU\.(?:LG2|RCP)", body) for body in loops),
         "loads_behind_the_wait": loads_behind_the_wait(loops) if loops else None,
         "score_columns": score_columns(loops) if loops else None,
+        "stores_are_fenced": stores_are_fenced(scores_of(loops)) if loops else None,
         "barriers_in_scores": count(r"\bBAR\.SYNC", scores_of(loops)) if loops else None,
         "early_starts": len(re.findall(r"\bPREEXIT\b", sass)),
         "waits_for_the_launch_before": len(re.findall(r"\bACQBULK\b", sass)),
@@ -161,6 +164,18 @@ def scores_of(loops: list[list[str]]) -> list[str]:
     """Pick the loop that multiplies scores: the only one with BF16 products."""
     (scores,) = (body for body in loops if count("HGMMA", body))
     return scores
+
+
+def stores_are_fenced(scores: list[str]) -> bool:
+    """Say whether a fence lies between the last store and the arrival, which itself orders nothing.
+
+    The arrival stands behind the fence, or in the next round of the loop.
+    """
+    last_store = max(i for i, text in enumerate(scores) if re.search(r"\bSTSM?\b", text))
+    fence = max(i for i, text in enumerate(scores) if "MEMBAR.ALL.CTA" in text)
+    (arrival,) = (i for i, text in enumerate(scores) if "ARRIVES.LDGSTSBAR" in text)
+    first_store = min(i for i, text in enumerate(scores) if re.search(r"\bSTS(?:M|\.U8)\b", text))
+    return last_store < fence and (arrival > fence or arrival < first_store)
 
 
 def score_columns(loops: list[list[str]]) -> list[str]:
@@ -237,8 +252,11 @@ def check_common(name: str, report: dict) -> None:
     # Each thread says for itself that its part of P is there, so the warps meet once a block. (With
     # few rows they meet for the maximum too, over tokens that lie in all four.)
     assert rows < 64 or report["barriers_in_scores"] == 1 + ("causal" in name)
-    # Both warpgroups of `add_values` let the merge start; the first page id is asked for early.
+    assert report["stores_are_fenced"]
+    # Both warpgroups of `add_values` let the merge start; the first page id is asked for early. The
+    # order may still be on its way when this launch begins.
     assert report["early_starts"] == 2
+    assert report["waits_for_the_launch_before"] == ("ordered" in name)
     assert report["prefetches"] == 1
     assert report["shared"] <= SHARED_MEMORY_OF_HOPPER
     # Scores: 512 / 32 FP8 and 64 / 16 BF16 instructions, written out once, whatever is masked.
@@ -252,7 +270,7 @@ def check_common(name: str, report: dict) -> None:
     # which takes 32 rows at a time.
     small_pages = "page16" in name
     assert (report["scale_messages"] == 0) == small_pages
-    further_items = 2 * (2 if "rows64" in name else 1) if name.endswith("many") else 0
+    further_items = 2 * (2 if "rows64" in name else 1) if "many" in name else 0
     assert report["words"] == 1 + 2 * small_pages + further_items
     # Two neighbouring dimensions of the output leave together.
     assert report["narrow_stores"] == 0
@@ -282,7 +300,7 @@ def test_compiles_well_with_triton_36(with_triton_36, name):
     check_common(name, with_triton_36[name])
     assert with_triton_36[name]["spills_in_loops"] == 0
     # What goes from item to item: once an item, not once a block.
-    assert spilled_bytes(with_triton_36[name]) <= (16 if "many" in name else 0)
+    assert spilled_bytes(with_triton_36[name]) <= (12 if "many" in name else 0)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -290,7 +308,7 @@ def test_compiles_well_with_the_installed_triton(with_installed, name):
     check_common(name, with_installed[name])
     # 3.9's assembler keeps some more on the stack, and reads two words of it in a loop.
     assert with_installed[name]["spills_in_loops"] <= 2
-    assert spilled_bytes(with_installed[name]) <= 48
+    assert spilled_bytes(with_installed[name]) <= 52
 
 
 @pytest.mark.parametrize("name", MERGES)

@@ -1,4 +1,4 @@
-"""What the Hopper kernel takes, its messages to the TMA, and how merges are cut; no GPU needed."""
+"""What the Hopper kernel takes, its messages to the TMA, its grids and merges; no GPU needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from stage3_dataflow.kernels import hopper_decode
+from stage1_quant.fp8_latent_cache import LatentPages
+from stage1_quant.quantize import QuantizedRows
+from stage3_dataflow import DecodeWorkspace
+from stage3_dataflow.kernels import hopper_decode, hopper_merge
+from stage3_dataflow.kernels import launch as launchers
 from stage3_dataflow.kernels.hopper_merge import merge_grid
 
 pytestmark = pytest.mark.stage3
@@ -92,6 +96,64 @@ def shifted(tensor):
 def test_names_what_it_refuses(change, reason):
     assert why(call()) is None
     assert reason in why(change(call()))
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "splits", "grid"),
+    [
+        (12, 16, 1, (1, 1, 12)),  # an item for each processor
+        (2, 100, 3, (2, 3, 2)),
+        (13, 16, 1, (12,)),  # more: programs stay, and take up one after the other
+        (1, 100, 7, (12,)),  # cut: in an order
+        (4, 16, 4, (12,)),
+    ],
+)
+def test_programs_stay_where_there_are_more_items_than_processors(
+    monkeypatch, batch, heads, splits, grid
+):
+    launches = []
+
+    def record(kernel, grid, arguments, constants, **options):
+        named = dict(zip(kernel.arg_names, (*arguments, *constants.values()), strict=True))
+        launches.append((kernel.__name__, grid, named, options))
+
+    for module in (hopper_decode, hopper_merge, launchers):
+        monkeypatch.setattr(module, "launch", record)
+    monkeypatch.setattr(hopper_decode, "multiprocessors", lambda device: 12)
+    parts = call(batch=batch, heads=heads)
+    hopper_decode.launch_hopper_decode(
+        QuantizedRows(*(parts[f"query_{name}"] for name in ("codes", "scale", "rope"))),
+        LatentPages(parts["codes"], parts["scale"], parts["rope"]),
+        parts["block_table"],
+        torch.zeros(batch, dtype=torch.int32),
+        1.0,
+        causal=True,
+        split_rule=(64, splits),
+        out=parts["out"],
+        lse=parts["lse"],
+        workspace=DecodeWorkspace("cpu"),
+        num_splits_grid=splits,
+    )
+    stay = len(grid) == 1
+    ordered = stay and splits > 1
+    names = ["longest_first_kernel"] * ordered + ["hopper_decode_kernel"]
+    names += ["hopper_combine_kernel"] * (splits > 1)
+    assert [name for name, *_ in launches] == names
+    _, found, named, options = launches[ordered]
+    assert found == grid
+    assert named["MANY"] == (named["counter"] is not None) == stay
+    assert (named["order"] is not None) == options["launch_pdl"] == ordered
+    tiles = -(-heads // 64)
+    assert (named["tiles"], named["rows"]) == (tiles, heads)
+    assert named["number"] == tiles * splits * batch
+    if ordered:
+        order = launches[0][2]
+        assert order["order_ptr"] is named["order"]
+        assert len(order["order_ptr"]) >= 1 + batch * splits
+        assert order["counter_ptr"] is named["counter"]
+        shared = ("capacity", "min_tokens", "max_splits")
+        assert [order[name] for name in shared] == [named[name] for name in shared]
+        assert (order["batch"], order["grid_splits"]) == (batch, splits)
 
 
 @pytest.mark.parametrize(

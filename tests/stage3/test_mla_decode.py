@@ -736,53 +736,115 @@ def test_a_thousand_runs_give_the_same_bits(kernel):
         assert torch.equal(again.lse, first.lse)
 
 
+MANY_COUNTS = (300, 0, 64, 1, *(0 if i % 23 == 5 else 37 * i % 520 for i in range(140)))
+"""Of more requests than an H200 has multiprocessors; the last of no tokens is number 147."""
+
+
+def rows_of(batch, own):
+    """Some of a batch's requests, over the same cache."""
+    return batch._replace(
+        q_latent=batch.q_latent[own],
+        q_rope=batch.q_rope[own],
+        block_table=batch.block_table[own],
+        cache_seqlens=batch.cache_seqlens[own],
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("heads", [16, 128])
-def test_more_items_than_processors_change_no_bit(heads, kernel):
+@pytest.mark.parametrize(
+    ("heads", "s_q", "page_size", "dtype"),
+    [
+        (16, 1, 64, torch.bfloat16),
+        (128, 1, 64, torch.bfloat16),
+        (20, 1, 128, torch.bfloat16),
+        (20, 2, 16, torch.float16),
+        (64, 2, 64, torch.bfloat16),
+    ],
+)
+def test_more_items_than_processors_change_no_bit(heads, s_q, page_size, dtype, kernel):
     """Programs take one item after another, and pass over splits that a request has not.
 
-    Which program takes which item varies from run to run. Cut, requests come longest first; uncut,
-    as they stand.
+    Which program takes which item varies from run to run.
     """
-    counts = (300, 0, 64, 1, *(37 * i % 520 for i in range(140)))
     case = cases(
         heads=heads,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        page_size=64,
-        token_counts=counts,
-        s_q=1,
+        page_size=page_size,
+        token_counts=tuple(count + s_q - 1 if count else 0 for count in MANY_COUNTS),
+        s_q=s_q,
     )
     batch = batch_of(case, torch.device("cuda"))
+    batch = batch._replace(q_latent=batch.q_latent.to(dtype), q_rope=batch.q_rope.to(dtype))
     workspace = DecodeWorkspace("cuda")
     choices = {"split_rule": EVERY_64, "workspace": workspace, "kernel": kernel}
     together = mla_decode(*batch, **choices)
-    for request in (0, 1, 2, 3, 17, len(counts) - 1):
+    for request in (0, 1, 2, 3, 17, len(MANY_COUNTS) - 1):
         own = slice(request, request + 1)
-        alone = mla_decode(
-            batch.q_latent[own],
-            batch.q_rope[own],
-            batch.cache,
-            batch.block_table[own],
-            batch.cache_seqlens[own],
-            batch.softmax_scale,
-            **choices,
-        )
+        alone = mla_decode(*rows_of(batch, own), **choices)
         assert_same_bits(alone, (part[own] for part in together))
-    for _ in range(50):
+    for _ in range(20):
         assert_same_bits(mla_decode(*batch, **choices), together)
-        assert int(workspace.counter()) == 0
-    # Requests of one token: most of the splits that the table has room for are none. Of 20, there
+    assert int(workspace.counter()) == 0
+    whole = {"split_rule": UNSPLIT, "workspace": workspace, "kernel": kernel}
+    uncut = mla_decode(*batch, **whole)
+    assert_same_bits(mla_decode(*batch, **whole), uncut)
+    for request in (0, 17):
+        own = slice(request, request + 1)
+        alone = mla_decode(*rows_of(batch, own), **whole)
+        assert_same_bits(alone, (part[own] for part in uncut))
+    # One bad page empties its own request.
+    table = batch.block_table.clone()
+    table[17, 0] = -1
+    out, lse = mla_decode(*batch._replace(block_table=table), **choices)
+    assert not bool(out[17].any()) and bool(lse[17].isneginf().all())
+    others = [request for request in range(len(MANY_COUNTS)) if request != 17]
+    assert_same_bits((out[others], lse[others]), (part[others] for part in together))
+    # Requests of few tokens: most of the splits that the table has room for are none. Of 20, there
     # are fewer items than processors.
-    short = batch._replace(cache_seqlens=batch.cache_seqlens.clamp(max=1))
-    uncut = mla_decode(*short, kernel=kernel)
+    short = batch._replace(cache_seqlens=batch.cache_seqlens.clamp(max=s_q))
+    uncut = mla_decode(*short, **whole)
     assert_same_bits(mla_decode(*short, **choices), uncut)
+    few = mla_decode(*rows_of(short, slice(20)), **choices)
+    assert_same_bits(few, (part[:20] for part in uncut))
     assert int(workspace.counter()) == 0
-    few = [part[:20] for part in (*short[:2], *short[3:5])]
-    few_cut = mla_decode(*few[:2], batch.cache, *few[2:], batch.softmax_scale, **choices)
-    assert_same_bits(few_cut, (part[:20] for part in uncut))
-    assert int(workspace.counter()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", [UNSPLIT, EVERY_64], ids=["one split", "splits"])
+def test_a_graph_of_more_items_than_processors_keeps_its_memory(rule, kernel):
+    """Captured with a fresh workspace, which a larger call outgrows before it is replayed."""
+    case = cases(
+        heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        page_size=64,
+        token_counts=MANY_COUNTS,
+        s_q=1,
+    )
+    batch = batch_of(case, torch.device("cuda"))
+    small = rows_of(batch, slice(140))
+    workspace = DecodeWorkspace("cuda")
+    choices = {"split_rule": rule, "kernel": kernel}
+    expected = [mla_decode(*each, **choices) for each in (small, batch)]
+    out, lse = torch.empty_like(small.q_latent), torch.empty_like(expected[0].lse)
+    lengths = small.cache_seqlens.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_decode(
+            *small._replace(cache_seqlens=lengths), out=out, lse=lse, workspace=workspace, **choices
+        )
+    assert_same_bits(mla_decode(*small, workspace=workspace, **choices), expected[0])
+    graph.replay()
+    assert_same_bits((out, lse), expected[0])
+    assert_same_bits(mla_decode(*batch, workspace=workspace, **choices), expected[1])
+    for limit in (1, 0, 1000):
+        lengths.copy_(small.cache_seqlens.clamp(max=limit))
+        graph.replay()
+        again = mla_decode(*small._replace(cache_seqlens=lengths), **choices)
+        assert_same_bits((out, lse), again)
 
 
 @pytest.mark.gpu

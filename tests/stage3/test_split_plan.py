@@ -13,7 +13,7 @@ from stage3_dataflow.split_plan import (
     SPLIT_GRANULE,
     check_split_rule,
     largest_split_count,
-    longest_first,
+    longest_first_order,
     splits_for,
 )
 
@@ -77,7 +77,7 @@ def test_the_order_has_every_split_once_those_of_large_ones_first(device, length
     capacity = 1000
     grid_splits = largest_split_count(capacity, rule)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    order = longest_first(seqlens, capacity, rule, grid_splits)
+    order = longest_first_order(seqlens, capacity, rule, grid_splits)
     number, *parts = order.tolist()
     plans = [splits_for(n if 0 <= n <= capacity else 0, rule) for n in lengths]
     assert number == len(parts) == len(set(parts)) == sum(map(len, plans))
@@ -85,10 +85,12 @@ def test_the_order_has_every_split_once_those_of_large_ones_first(device, length
     assert all(split < len(plans[request]) for request, split in places)
     sizes = [(-plans[request][0][1], request, split) for request, split in places]
     assert sizes == sorted(sizes)
-    found = torch.full((2 + len(lengths) * grid_splits,), -7, dtype=torch.int32, device=device)
-    launch_longest_first(seqlens, found, capacity, *rule, grid_splits)
+    found = torch.full_like(seqlens, -7).repeat(1 + grid_splits)
+    counter = torch.full_like(seqlens[:1], 9)
+    launch_longest_first(seqlens, found, counter, capacity, *rule, grid_splits)
     assert found[: 1 + number].tolist() == order.tolist()
-    assert set(found[1 + number :].tolist()) == {-7}
+    assert all(rest == -7 for rest in found[1 + number :].tolist())
+    assert int(counter) == 0
 
 
 @pytest.mark.parametrize("field", SplitRule._fields)
