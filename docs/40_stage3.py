@@ -166,7 +166,7 @@ for length in (0, 1, 64, 1024, 1025, 5000, 65_536):
 few = suggest_split_rule(1, 128, 65_536, processors=132)
 many = suggest_split_rule(128, 128, 8192, processors=132)
 print(f"one long request: up to {few.max_splits} splits; 128 requests: {many.max_splits}")
-assert few.max_splits == 66 and many.max_splits == 1
+assert few.max_splits == 64 and many.max_splits == 1
 
 # %% [markdown]
 # A merge weighs each split by its share of the softmax's denominator, exp(lse - total). Three

@@ -145,4 +145,6 @@ def suggest_split_rule(
         # One split would be taken up as it stands: of two, each finds its place in the order.
         return SplitRule(min_tokens=tokens, max_splits=max(-(-longest // largest), 2))
     splits = max(1, processors // max(batch * tiles, 1))
-    return SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)
+    rule = SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)
+    # Whole blocks may leave fewer. Grids and merges are made for the largest number.
+    return rule._replace(max_splits=len(splits_for(length, rule)))

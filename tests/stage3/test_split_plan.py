@@ -110,7 +110,8 @@ def test_the_suggested_rule_is_one_and_fills_the_processors_once(batch, rows, le
     rule = suggest_split_rule(batch, rows, length, processors=processors)
     check_split_rule(rule)
     programs = batch * -(-rows // 64)
-    assert programs * len(splits_for(length, rule)) <= max(processors, programs)
+    assert programs * rule.max_splits <= max(processors, programs)
+    assert len(splits_for(length, rule)) == rule.max_splits
 
 
 @given(
