@@ -215,7 +215,7 @@ def reports_of(triton_folder: Path | None, cache: Path) -> dict[str, dict[str, o
         "TRITON_DEFAULT_FP_FUSION": "1",
     }
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     log, _, reports_json = done.stdout.rpartition("### reports\n")
@@ -300,7 +300,7 @@ def test_compiles_well_with_triton_36(with_triton_36, name):
     check_common(name, with_triton_36[name])
     assert with_triton_36[name]["spills_in_loops"] == 0
     # What goes from item to item: once an item, not once a block.
-    assert spilled_bytes(with_triton_36[name]) <= (12 if "many" in name else 0)
+    assert spilled_bytes(with_triton_36[name]) <= (16 if "many" in name else 0)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
