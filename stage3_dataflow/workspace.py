@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage3_dataflow.split_plan import (
-    DEFAULT_SPLIT_RULE,
-    SplitRule,
-    largest_split_count,
-)
+from stage3_dataflow.split_plan import DEFAULT_SPLIT_RULE, SplitRule, largest_split_count
 
 
 class DecodeWorkspace:

@@ -1388,7 +1388,7 @@ def launch_hopper_decode(
     number = number_of_tiles * num_splits_grid * batch
     many = number > programs
     capacity = min(block_table.shape[1] * page_size, LARGEST_INDEX - BLOCK_TOKENS.value)
-    min_tokens, max_splits = (min(number, LARGEST_INDEX) for number in split_rule)
+    min_tokens, max_splits = (min(part, LARGEST_INDEX) for part in split_rule)
     if num_splits_grid == 1:
         partial_out, partial_lse = out, lse  # never written
     else:
@@ -1444,8 +1444,8 @@ def launch_hopper_decode(
         device=out.device,
         unspecialized=UNSPECIALIZED,
         num_warps=4,
-        launch_pdl=order
-        is not None,  # what comes before `wait_for_launch_before` may overlap the ordering
+        # What comes before `wait_for_launch_before` may overlap the ordering.
+        launch_pdl=order is not None,
     )
     if num_splits_grid > 1:
         launch_hopper_combine(partial_out, partial_lse, cache_seqlens, out, lse, *plan[:3])

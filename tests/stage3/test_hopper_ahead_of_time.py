@@ -30,13 +30,11 @@ CONFIGURATIONS = {
     "rows16-page128-causal": dict(PAGE_SIZE=128, BLOCK_ROWS=16, CAUSAL=True),
     "rows32-page32": dict(PAGE_SIZE=32, BLOCK_ROWS=32, CAUSAL=False),
     "rows64-page16": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False),
-    "rows64-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False),
-    "rows64-causal-many": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=True),
-    "rows64-many-ordered": dict(PAGE_SIZE=64, BLOCK_ROWS=64, CAUSAL=False),
-    "rows16-many": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False),
-    "rows16-many-ordered": dict(PAGE_SIZE=64, BLOCK_ROWS=16, CAUSAL=False),
-    "rows64-page16-many": dict(PAGE_SIZE=16, BLOCK_ROWS=64, CAUSAL=False),
 }
+for _name in ("rows64", "rows64-causal", "rows16", "rows64-page16"):
+    CONFIGURATIONS[f"{_name}-many"] = CONFIGURATIONS[_name]
+for _name in ("rows64", "rows16"):
+    CONFIGURATIONS[f"{_name}-many-ordered"] = CONFIGURATIONS[_name]
 """Those called "many" are of more items than programs; if "ordered", taken up in an order."""
 
 
