@@ -97,6 +97,8 @@ STAGES = gl.constexpr(4)
 WEIGHT_SLOTS = gl.constexpr(2)
 THREADS = gl.constexpr(128)
 """Of a warpgroup."""
+LANES = gl.constexpr(32)
+"""Threads of a warp."""
 
 LOG2_E4M3_MAX = gl.constexpr(math.log2(448.0))
 LN2 = gl.constexpr(math.log(2.0))
@@ -127,7 +129,7 @@ class BlockRing:
     scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
     log2_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32, -inf behind the split's end
     inverse_scale: gl.shared_memory_descriptor  # [STAGES, 64] f32
-    full: gl.shared_memory_descriptor  # [STAGES, 1], by the TMA
+    full: gl.shared_memory_descriptor  # [STAGES, 1], by the TMA (and each lane, for its scales)
     ready: gl.shared_memory_descriptor  # [STAGES, 1], by `prepare_blocks`
     empty: gl.shared_memory_descriptor  # [STAGES, 1], by both `add_values`
 
@@ -151,7 +153,7 @@ class QueryTile:
     scale: gl.shared_memory_descriptor  # [rows] f32
     visible: gl.shared_memory_descriptor  # [rows] i32: tokens that a row sees, from the program's
     # first block on
-    full: gl.shared_memory_descriptor  # by the TMA
+    full: gl.shared_memory_descriptor  # by the TMA, and each lane, for its scales
     empty: gl.shared_memory_descriptor  # by `weigh_blocks`
 
 
@@ -411,7 +413,7 @@ def load_item(
         if blocks == 0:
             mbarrier.arrive(items.asked, count=1)
             if n > 0:
-                load_query(queries, query_row, n, query, BLOCK_ROWS)
+                load_next_query(queries, query_row, n, query, BLOCK_ROWS)
     bad_page = blocks * 0
     for i in range(blocks):
         g = loaded + i
@@ -453,7 +455,7 @@ def load_item(
             # The tile is free once the item before has its last scores. By then there is room in
             # the ring for a block or two, which therefore come first.
             if (n > 0) & (i == gl.minimum(blocks - 1, 1)):
-                load_query(queries, query_row, n, query, BLOCK_ROWS)
+                load_next_query(queries, query_row, n, query, BLOCK_ROWS)
     slot = slot_of(n, ITEM_SLOTS)
     store_scalar(items.bad_page.index(slot), bad_page)
     mbarrier.arrive(items.summed.index(slot), count=1)
@@ -461,20 +463,33 @@ def load_item(
 
 
 @gluon.jit
-def load_query(queries, query_row, n, query, BLOCK_ROWS: gl.constexpr):
-    """Start fetching item n's queries, once the ones before have been used.
+def scale_addresses(queries, query_row, BLOCK_ROWS: gl.constexpr):
+    """Say where the scales of a tile's rows lie; behind the last row of all, that one's."""
+    _codes_plane, _rope_plane, scale_plane, query_rows = queries
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    row = query_row + gl.arange(0, BLOCK_ROWS, LAYOUT)
+    return scale_plane + gl.minimum(row, query_rows - 1)
+
+
+@gluon.jit
+def load_next_query(queries, query_row, n, query, BLOCK_ROWS: gl.constexpr):
+    """Start fetching item n's queries, once the ones before have been used; one warp."""
+    mbarrier.wait(query.empty, (n & 1) ^ 1)
+    load_words(query.scale, scale_addresses(queries, query_row, BLOCK_ROWS))
+    arrive_each(query.full)
+    load_query(queries, query_row, query, BLOCK_ROWS)
+
+
+@gluon.jit
+def load_query(queries, query_row, query, BLOCK_ROWS: gl.constexpr):
+    """Start fetching a tile's queries, but for their scales.
 
     Rows behind the request's last are the next request's: computed, never stored.
     """
-    codes_plane, rope_plane, scale_plane, query_rows = queries
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    codes_plane, rope_plane, _scale_plane, _query_rows = queries
     codes = reinterpret(
         query.codes, gl.float8e4nv, [CHUNKS, BLOCK_ROWS, CODE_CHUNK], SWIZZLED_CODES
     )
-    mbarrier.wait(query.empty, (n & 1) ^ 1)
-    row = query_row + gl.arange(0, BLOCK_ROWS, LAYOUT)
-    load_words(query.scale, scale_plane + gl.minimum(row, query_rows - 1))
-    arrive_after_words(query.full)
     mbarrier.expect(query.full, BLOCK_ROWS * (KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM))
     for chunk in gl.static_range(CHUNKS):
         load_tile(codes_plane, [query_row, chunk * CODE_CHUNK], query.full, codes.index(chunk))
@@ -526,16 +541,13 @@ def load_scales(
     plane, table, num_pages, rows_per_page, destination, barrier, first_token, last_column,
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Fetch a block's scales word by word, from a pointer; the barrier's phase waits for them.
-
-    The arrival is counted up and down again, so it has to come before the phase's last.
-    """
+    """Fetch a block's scales word by word, from a pointer; the barrier's phase waits for them."""
     token = first_token + gl.arange(0, BLOCK_TOKENS, PER_LANE)
     page = gl.load(table + gl.minimum(token // PAGE_SIZE, last_column))
     page = gl.where((page < 0) | (page >= num_pages), 0, page)
     row = page.to(gl.int64) * rows_per_page + token % PAGE_SIZE
     load_words(destination, plane + row)
-    arrive_after_words(barrier)
+    arrive_each(barrier)
 
 
 @gluon.jit
@@ -707,11 +719,11 @@ def by_token(x, FEW: gl.constexpr):
 
 @gluon.jit
 def arrive_each(barrier):
-    """Let every thread arrive, for what it has written itself, and fenced.
+    """Let every thread arrive, once the words that it has asked for are there.
 
-    `mbarrier.arrive` lets one do so for all, behind a barrier among them, and has Triton put
-    another before whatever touches shared memory next. The instruction is made for a thread's
-    asynchronous copies, of which there are none; what orders its stores is the fence before.
+    Without such words at once, for what it has written itself, and fenced: `mbarrier.arrive` lets
+    one thread do so for all, behind a barrier among them, and has Triton put another before
+    whatever touches shared memory next.
     """
     arrive_after_words(barrier, increment_count=False)
 
@@ -1041,10 +1053,13 @@ def hopper_decode_kernel(
     or, for `MANY` items, as many programs as multiprocessors.
     """
     plan = (tiles, capacity, min_tokens, max_splits, partial_splits)
+    queries = (query_codes, query_rope, query_scale, query_rows)
     if not MANY:
         place = (gl.program_id(0), gl.program_id(1), gl.program_id(2))
         length = gl.load(cache_seqlens + place[2])
-    # The length takes a while to come; meanwhile, what does not depend on it.
+        query_row = place[2] * rows + place[0] * BLOCK_ROWS
+        row_scale = gl.load(scale_addresses(queries, query_row, BLOCK_ROWS))
+    # These take a while to come; meanwhile, what does not depend on them.
     ring = BlockRing(
         gl.allocate_shared_memory(
             gl.float8e4nv, [STAGES, BLOCK_TOKENS, KV_LORA_RANK], SWIZZLED_CODES
@@ -1055,7 +1070,7 @@ def hopper_decode_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT_SCALE),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], FLAT),
-        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1 if PAGE_SIZE >= SCALES_OF_TMA else 1 + LANES),
         new_barriers(STAGES, 1),
         new_barriers(STAGES, 2),
     )
@@ -1072,7 +1087,7 @@ def hopper_decode_kernel(
         gl.allocate_shared_memory(gl.bfloat16, [BLOCK_ROWS, QK_ROPE_HEAD_DIM], SWIZZLED_ROPE),
         gl.allocate_shared_memory(gl.float32, [BLOCK_ROWS], FLAT),
         gl.allocate_shared_memory(gl.int32, [BLOCK_ROWS], FLAT),
-        new_barriers(1, 1).index(0),
+        new_barriers(1, 1 + LANES).index(0),
         new_barriers(1, 1).index(0),
     )
     items = ItemQueue(
@@ -1094,7 +1109,9 @@ def hopper_decode_kernel(
             number = gl.load(order) * tiles
         place = place_of(gl.program_id(0), number, order, plan)
         length = gl.load(cache_seqlens + place[2])
-    tile, split, request = place
+        query_row = place[2] * rows + place[0] * BLOCK_ROWS
+        row_scale = gl.load(scale_addresses(queries, query_row, BLOCK_ROWS))
+    _tile, split, request = place
     extent = blocks_of(length, split, plan)
     # The first `add_values` gets what is left of 512, for a thread of each warpgroup: at least what
     # its twin here has.
@@ -1105,8 +1122,9 @@ def hopper_decode_kernel(
     if has_item:
         first_column = extent[1] * BLOCK_TOKENS // PAGE_SIZE
         prefetch(block_table + request.to(gl.int64) * table_stride + first_column)
-        queries = (query_codes, query_rope, query_scale, query_rows)
-        load_query(queries, request * rows + tile * BLOCK_ROWS, 0, query, BLOCK_ROWS)
+        query.scale.store(row_scale)
+        mbarrier.arrive(query.full, count=LANES)
+        load_query(queries, query_row, query, BLOCK_ROWS)
         write_item(items, 0, place, extent, rows, plan, BLOCK_ROWS)
         if MANY:
             mbarrier.arrive(items.full.index(0), count=1)
