@@ -229,6 +229,26 @@ def release_item(items, n, MANY: gl.constexpr):
 
 
 @gluon.jit
+def for_each_item(do: gl.constexpr, arguments, items, MANY: gl.constexpr):
+    """Do a role's part of one item after another, in the order in which they come.
+
+    `do` gets the item's number, how many blocks the ones before it had, how many it has, and
+    `arguments`.
+    """
+    n = gl.to_tensor(0)
+    first = n
+    blocks = read_word(items, n, BLOCKS)
+    if MANY:
+        while blocks >= 0:
+            do(n, first, blocks, *arguments)
+            first += blocks
+            n += 1
+            blocks = wait_for_item(items, n)
+    else:
+        do(0, 0, blocks, *arguments)
+
+
+@gluon.jit
 def place_of(index, number, order, plan):
     """Find item `index` of `number`: the tiles of a split come first, then the next split.
 
@@ -357,25 +377,15 @@ def load_blocks(
 
     It runs ahead into the next item as far as the ring has room.
     """
-    n = gl.to_tensor(0)
-    loaded = n
-    blocks = read_word(items, n, BLOCKS)
-    if MANY:
-        while blocks >= 0:
-            load_item(
-                n, loaded, blocks, queries, codes_plane, rope_plane, scale_plane, block_table,
-                table_stride, num_pages, rows_per_page, query, ring, items, PAGE_SIZE,
-                BLOCK_ROWS, MANY,
-            )  # fmt: skip
-            loaded += blocks
-            n += 1
-            blocks = wait_for_item(items, n)
-    else:
-        load_item(
-            0, 0, blocks, queries, codes_plane, rope_plane, scale_plane, block_table,
-            table_stride, num_pages, rows_per_page, query, ring, items, PAGE_SIZE,
-            BLOCK_ROWS, MANY,
-        )  # fmt: skip
+    for_each_item(
+        load_item,
+        (
+            queries, codes_plane, rope_plane, scale_plane, block_table, table_stride, num_pages,
+            rows_per_page, query, ring, items, PAGE_SIZE, BLOCK_ROWS, MANY,
+        ),
+        items,
+        MANY,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -504,17 +514,7 @@ def prepare_blocks(ring, items, MANY: gl.constexpr):
     waits for it but at the start: it is blocks ahead of `weigh_blocks`, which everybody waits for.
     A token behind the end has the logarithm -inf, and so the weight 0, without a comparison.
     """
-    n = gl.to_tensor(0)
-    prepared = n
-    blocks = read_word(items, n, BLOCKS)
-    if MANY:
-        while blocks >= 0:
-            prepare_item(n, prepared, blocks, ring, items, MANY)
-            prepared += blocks
-            n += 1
-            blocks = wait_for_item(items, n)
-    else:
-        prepare_item(0, 0, blocks, ring, items, MANY)
+    for_each_item(prepare_item, (ring, items, MANY), items, MANY)
 
 
 @gluon.jit
@@ -603,31 +603,21 @@ def weigh_blocks(
 
     Registers are short, so what an item ends with is left to `manage_items`.
     """
-    n = gl.to_tensor(0)
-    first = n
-    blocks = read_word(items, n, BLOCKS)
-    if MANY:
-        while blocks >= 0:
-            weigh_item(
-                n, first, first + blocks, query, ring, queue, items, score_scale_log2, rows, heads,
-                BLOCK_ROWS, CAUSAL, MANY,
-            )  # fmt: skip
-            first += blocks
-            n += 1
-            blocks = wait_for_item(items, n)
-    else:
-        weigh_item(
-            0, 0, blocks, query, ring, queue, items, score_scale_log2, rows, heads,
-            BLOCK_ROWS, CAUSAL, MANY,
-        )  # fmt: skip
+    for_each_item(
+        weigh_item,
+        (query, ring, queue, items, score_scale_log2, rows, heads, BLOCK_ROWS, CAUSAL, MANY),
+        items,
+        MANY,
+    )
 
 
 @gluon.jit
 def weigh_item(
-    n, first, end, query, ring, queue, items, score_scale_log2, rows, heads,
+    n, first, blocks, query, ring, queue, items, score_scale_log2, rows, heads,
     BLOCK_ROWS: gl.constexpr, CAUSAL: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
-    """Weigh an item's blocks, which are the program's from `first` to `end`."""
+    """Weigh an item's blocks, which are the program's from `first` on."""
+    end = first + blocks
     FEW: gl.constexpr = BLOCK_ROWS < 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0 if FEW else 1, SCORES)
@@ -848,29 +838,20 @@ def add_values(
     O lies in four tiles of 64 dimensions, taken in turn, so that one block's product needs 32
     registers a thread beside O's 128.
     """
-    n = gl.to_tensor(0)
-    first = n
-    blocks = read_word(items, n, BLOCKS)
+    for_each_item(
+        add_item, (out, partial_out, ring, queue, items, HALF, BLOCK_ROWS, MANY), items, MANY
+    )
     if MANY:
-        while blocks >= 0:
-            add_item(
-                n, first, first + blocks, out, partial_out, ring, queue, items, HALF, BLOCK_ROWS,
-                MANY,
-            )  # fmt: skip
-            first += blocks
-            n += 1
-            blocks = wait_for_item(items, n)
         let_merge_start()
-    else:
-        add_item(0, 0, blocks, out, partial_out, ring, queue, items, HALF, BLOCK_ROWS, MANY)
 
 
 @gluon.jit
 def add_item(
-    n, first, end, out, partial_out, ring, queue, items, HALF: gl.constexpr,
+    n, first, blocks, out, partial_out, ring, queue, items, HALF: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
-    """Add up an item's blocks, which are the program's from `first` to `end`."""
+    """Add up an item's blocks, which are the program's from `first` on."""
+    end = first + blocks
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
     o0 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
     o1 = gl.zeros([64, BLOCK_ROWS], gl.float32, ACCUMULATOR)
