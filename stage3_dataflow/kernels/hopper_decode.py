@@ -237,15 +237,15 @@ def for_each_item(do: gl.constexpr, arguments, items, MANY: gl.constexpr):
     """
     n = gl.to_tensor(0)
     first = n
-    blocks = read_word(items, n, BLOCKS)
     if MANY:
+        blocks = wait_for_item(items, n)
         while blocks >= 0:
             do(n, first, blocks, *arguments)
             first += blocks
             n += 1
             blocks = wait_for_item(items, n)
     else:
-        do(0, 0, blocks, *arguments)
+        do(0, 0, read_word(items, n, BLOCKS), *arguments)
 
 
 @gluon.jit
@@ -1071,17 +1071,20 @@ def hopper_decode_kernel(
         new_barriers(1, 1 + LANES).index(0),
         new_barriers(1, 1).index(0),
     )
+    normalized = new_barriers(ITEM_SLOTS, 1)
     items = ItemQueue(
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, ITEM_WORDS], FLAT),
-        new_barriers(ITEM_SLOTS, 1),
-        new_barriers(ITEM_SLOTS, ROLES),
+        # What one item does without is not made. In the place of a barrier that nobody uses Triton
+        # puts something else; but written to, a barrier's memory may be by instructions for it only.
+        new_barriers(ITEM_SLOTS, 1) if MANY else normalized,
+        new_barriers(ITEM_SLOTS, ROLES) if MANY else normalized,
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], FLAT),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
         new_barriers(ITEM_SLOTS, 2),
         gl.allocate_shared_memory(gl.float32, [ITEM_SLOTS, BLOCK_ROWS], FLAT),
-        new_barriers(ITEM_SLOTS, 1),
-        new_barriers(1, 1).index(0),
+        normalized,
+        new_barriers(1, 1).index(0) if MANY else normalized,
     )
     fence_async_shared()
     if MANY:
