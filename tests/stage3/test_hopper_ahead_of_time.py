@@ -304,12 +304,30 @@ def test_compiles_well_with_triton_36(with_triton_36, name):
     assert spilled_bytes(with_triton_36[name]) <= (16 if "many" in name else 0)
 
 
+SPILLS_OF_TRITON_39 = {
+    "rows64": (28, 1),
+    "rows64-causal": (28, 2),
+    "rows32-causal": (32, 1),
+    "rows16": (16, 0),
+    "rows16-page128-causal": (16, 0),
+    "rows32-page32": (28, 1),
+    "rows64-page16": (32, 1),
+    "rows64-many": (28, 0),
+    "rows64-causal-many": (32, 1),
+    "rows16-many": (0, 0),
+    "rows64-page16-many": (48, 0),
+    "rows64-many-ordered": (28, 0),
+    "rows16-many-ordered": (0, 0),
+}
+"""Bytes that 3.9's assembler keeps on the stack, and instructions in loops that go there."""
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_compiles_well_with_the_installed_triton(with_installed, name):
     check_common(name, with_installed[name])
-    # 3.9's assembler keeps some more on the stack, and reads two words of it in a loop.
-    assert with_installed[name]["spills_in_loops"] <= 2
-    assert spilled_bytes(with_installed[name]) <= 52
+    in_all, in_loops = SPILLS_OF_TRITON_39[name]
+    assert spilled_bytes(with_installed[name]) <= in_all
+    assert with_installed[name]["spills_in_loops"] <= in_loops
 
 
 @pytest.mark.parametrize("name", MERGES)
