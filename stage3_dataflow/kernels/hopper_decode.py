@@ -1074,8 +1074,8 @@ def hopper_decode_kernel(
     normalized = new_barriers(ITEM_SLOTS, 1)
     items = ItemQueue(
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, ITEM_WORDS], FLAT),
-        # What one item does without is not made. In the place of a barrier that nobody uses Triton
-        # puts something else; but written to, a barrier's memory may be by instructions for it only.
+        # What one item does without is not made: in the place of a barrier that nobody uses Triton
+        # puts something else, and a barrier's memory is for its own instructions alone.
         new_barriers(ITEM_SLOTS, 1) if MANY else normalized,
         new_barriers(ITEM_SLOTS, ROLES) if MANY else normalized,
         gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], FLAT),
