@@ -1,4 +1,4 @@
-"""`snapmla bench kernels` and `snapmla bench throughput`.
+"""`snapmla bench kernels`, `snapmla bench stages` and `snapmla bench throughput`.
 
 From a source tree that is not installed: ``python -m stage3_dataflow.bench_command bench kernels``.
 """
@@ -26,6 +26,7 @@ def register(commands: Any) -> None:
     )
     parts = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     _add_kernels(parts)
+    _add_stages(parts)
     _add_throughput(parts)
 
 
@@ -99,6 +100,25 @@ def _add_kernels(parts: Any) -> None:
     )
     _add_output(parser)
     parser.set_defaults(run=run_kernels)
+
+
+def _add_stages(parts: Any) -> None:
+    parser = parts.add_parser(
+        "stages",
+        help="one layer's attention through every stage's backend",
+        description="Time attention as each stage of the course computes it, issued from Python, "
+        "and its distance to exact attention. On a CPU a small shape, by the wall clock.",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="B,H,L[,S]",
+        help="requests, heads, cached tokens and query tokens (1); may be given again; "
+        "default: 32,16,8192 and 32,128,8192",
+    )
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed calls (10)")
+    _add_output(parser)
+    parser.set_defaults(run=run_stages)
 
 
 def _add_throughput(parts: Any) -> None:
@@ -276,6 +296,34 @@ def run_kernels(arguments: argparse.Namespace) -> int:
     for text in wrong:
         print(f"snapmla bench kernels: {text}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def run_stages(arguments: argparse.Namespace) -> int:
+    """`snapmla bench stages`."""
+    from stage3_dataflow.bench_cases import parse_shape
+    from stage3_dataflow.bench_report import ResultFiles, stages_text
+    from stage3_dataflow.bench_stages import CPU_SHAPES, DEFAULT_SHAPES, measure_stages
+
+    device = _checked_device(arguments)
+    on_gpu = device.type == "cuda"
+    shapes = [parse_shape(text) for text in arguments.shape or ()]
+    files = ResultFiles(arguments.json, arguments.out)
+    command = _command_line(arguments)
+
+    def observe(report: dict[str, Any]) -> None:
+        report["command"] = command
+        files.write(report, stages_text(report))
+
+    report = measure_stages(
+        shapes or (DEFAULT_SHAPES if on_gpu else CPU_SHAPES),
+        device,
+        repeats=arguments.repeats,
+        page_size=arguments.page_size,
+        observe=observe,
+        say=_Progress(),
+    )
+    print(stages_text(report), end="")
+    return 0
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:

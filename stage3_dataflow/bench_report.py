@@ -256,6 +256,26 @@ def kernel_text(report: dict[str, Any], groups: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stages_text(report: dict[str, Any]) -> str:
+    """Lay out one layer's attention by stage."""
+    lines = heading(report)
+    lines += wrap(
+        f"one layer's attention, times {report['method']}, median of {report['repeats']}, pages of "
+        f"{report['page_size']} tokens; path: {report['machine']['path']}; error: relative L2 "
+        "distance to exact attention over unquantised rows, first request"
+    )
+    for shape in report["shapes"]:
+        lines += ["", f"{shape['name']} (requests, heads, cached tokens)"]
+        lines.append(f"{'':24}{'ms':>10}{'quartiles':>22}{'error':>12}")
+        for row in shape["rows"]:
+            low, high = (f"{value:.3f}" for value in row["quartiles"])
+            lines.append(
+                f"{row['stage']:<24}{row['milliseconds']:>10.3f}{low + ' to ' + high:>22}"
+                f"{row['error']:>12.1e}"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def throughput_text(report: dict[str, Any]) -> str:
     """Lay out both measurements, the two caches one below the other."""
     model = report["model"]

@@ -107,6 +107,23 @@ class Stopwatch:
         pairs = zip(starts, ends, strict=True)
         return _summary([start.elapsed_time(end) * 1e3 for start, end in pairs], host)
 
+    def time_issued(self, call: Callable[[], Any]) -> Timing:
+        """Time a call as Python issues it, host time included; it may synchronise."""
+        if self._buffer is None:
+            return self._wall_clock(call)
+        for _ in range(2):
+            call()
+        times = []
+        for _ in range(self.repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(self.device)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return _summary(times, None)
+
     def _capture(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """Record a call. `torch.cuda.graph` would collect garbage first, each time."""
         graph = torch.cuda.CUDAGraph()

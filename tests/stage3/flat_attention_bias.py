@@ -16,9 +16,9 @@ from stage1_quant.fp8_latent_cache import LatentPages, allocate_latent_pages, ap
 from stage1_quant.quantize import quantize_q
 from stage3_dataflow.decode import decode_quantized
 from stage3_dataflow.split_plan import SplitRule
+from tests.stage3.test_mla_decode import UNSPLIT
 
 LENGTHS = (1024, 8192, 131072)
-UNSPLIT = SplitRule(min_tokens=1, max_splits=1)
 ROWS = (
     ("V = 1, one split", 0.0, UNSPLIT, torch.float32),
     ("V = 1 + N(0, 0.5), one split", 0.5, UNSPLIT, torch.float32),
@@ -48,9 +48,9 @@ def bias(cache: LatentPages, heads: int, rule: SplitRule, out_dtype: torch.dtype
     """Mean of (O - exact) / exact over heads and dimensions."""
     device = cache.codes.device
     pages = len(cache.codes)
-    no_query = (torch.zeros(1, 1, heads, width, device=device) for width in (512, 64))
+    latent, rope = (torch.zeros(1, 1, heads, width, device=device) for width in (512, 64))
     out, _lse = decode_quantized(
-        quantize_q(*no_query, "amax"),
+        quantize_q(latent, rope, "amax"),
         cache,
         torch.arange(pages, dtype=torch.int32, device=device)[None],
         torch.tensor([pages * 64], dtype=torch.int32, device=device),

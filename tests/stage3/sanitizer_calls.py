@@ -13,8 +13,9 @@ import sys
 import torch
 
 from stage3_dataflow import mla_decode
-from stage3_dataflow.split_plan import SplitRule
+from stage3_dataflow.decode import Kernel
 from tests.stage3.cached_requests import assert_same_bits, batch_of
+from tests.stage3.test_mla_decode import EVERY_64, UNSPLIT
 from tests.strategies import DecodeCase
 
 ROWS = ((16, 1), (20, 2), (32, 1), (64, 1), (64, 2))
@@ -22,11 +23,11 @@ ROWS = ((16, 1), (20, 2), (32, 1), (64, 1), (64, 2))
 FEW = (0, 1, 65, 300)
 MANY = ((143, 16, 1), (73, 128, 1), (71, 64, 2))
 """Requests, heads and query tokens: more items than an H200 has multiprocessors."""
-RULES = (SplitRule(min_tokens=1, max_splits=1), SplitRule(min_tokens=64, max_splits=8))
-"""One split of any length, or one for each block of 64."""
 
 
-def run(kernel: str, heads: int, s_q: int, page_size: int, token_counts: tuple[int, ...]) -> None:
+def run(
+    kernel: Kernel, heads: int, s_q: int, page_size: int, token_counts: tuple[int, ...]
+) -> None:
     """Decode with and without splits, twice each: the second call finds what the first left."""
     case = DecodeCase(
         heads=heads,
@@ -41,14 +42,14 @@ def run(kernel: str, heads: int, s_q: int, page_size: int, token_counts: tuple[i
         seed=0,
     )
     batch = batch_of(case, torch.device("cuda"))
-    for rule in RULES:
+    for rule in (UNSPLIT, EVERY_64):
         first = mla_decode(*batch, split_rule=rule, kernel=kernel)
         assert bool(first.out.isfinite().all())
         assert_same_bits(mla_decode(*batch, split_rule=rule, kernel=kernel), first)
 
 
 def main() -> None:
-    kernel = sys.argv[1] if len(sys.argv) > 1 else "hopper"
+    kernel: Kernel = "portable" if "portable" in sys.argv[1:] else "hopper"
     for page_size in (64, 16):
         for heads, s_q in ROWS:
             run(kernel, heads, s_q, page_size, FEW)

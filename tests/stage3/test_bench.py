@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage0_reference import cli
-from stage0_reference.latent_attention import latent_attention
-from stage3_dataflow import bench_command, bench_kernels, bench_peers, use_path
+from stage0_reference.absorbed_backend import AbsorbedBackend
+from stage0_reference.latent_attention import AttentionOutput, latent_attention
+from stage0_reference.latent_cache import Bf16LatentPages
+from stage3_dataflow import bench_command, bench_kernels, bench_peers, bench_stages, use_path
 from stage3_dataflow.bench_cases import (
     SOFTMAX_SCALE,
     build_case,
@@ -654,6 +656,50 @@ def test_a_wrong_kernel_gives_status_1(capsys, twins, monkeypatch):
     assert "1,2,20, fetch-dequant: error 1.0e+00 is above" in capsys.readouterr().err
 
 
+def test_bench_stages_from_the_command_line(tmp_path, capsys, twins):
+    status = cli.main(
+        ["bench", "stages", "--device", "cpu", "--shape", "2,3,70", "--shape", "1,2,20,2"]
+        + ["--repeats", "1", "--page-size", "16", "--out", str(tmp_path)]
+    )
+    assert status == 0
+    printed = capsys.readouterr()
+    assert printed.out == (tmp_path / "table.txt").read_text()
+    assert max(map(len, printed.out.splitlines())) <= COLUMNS
+    assert "1,2,20,2 stage 3, BF16 cache" in printed.err
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["command"].startswith("snapmla bench stages") and report["method"] == "wall clock"
+    assert [shape["name"] for shape in report["shapes"]] == ["2,3,70", "1,2,20,2"]
+    for shape in report["shapes"]:
+        rows = {row["stage"]: row for row in shape["rows"]}
+        assert [*rows] == [*(f"stage {n}" for n in range(4)), "stage 3, BF16 cache"]
+        assert all(row["milliseconds"] > 0 for row in shape["rows"])
+        # Quantising costs more than rounding to BF16, and the stages quantise the same.
+        rounded = max(rows[name]["error"] for name in ("stage 0", "stage 3, BF16 cache"))
+        quantised = [rows[f"stage {n}"]["error"] for n in (1, 2, 3)]
+        assert 0 < rounded < 2**-7 < min(quantised)
+        assert max(quantised) < 1.5 * min(quantised)
+
+
+def test_stages_are_compared_with_exact_attention(monkeypatch, twins):
+    """A backend that gives nothing is off by the whole, one that is exact by its output's dtype."""
+
+    class Exact(AbsorbedBackend):
+        def attend(self, q_latent, q_rope, cache, table, lengths, scale, *, causal=True):
+            wide = Bf16LatentPages(*(plane.double() for plane in cache))
+            return super().attend(q_latent.double(), q_rope.double(), wide, table, lengths, scale)
+
+    class Nothing(AbsorbedBackend):
+        def attend(self, q_latent, *arguments, causal=True):
+            return AttentionOutput(torch.zeros_like(q_latent), torch.zeros(q_latent.shape[:3]))
+
+    named = {"exact": (Exact(), "bf16"), "nothing": (Nothing(), "bf16")}
+    monkeypatch.setattr(bench_stages, "backends", lambda: named)
+    report = bench_stages.measure_stages([SMALL], CPU, repeats=1)
+    exact, nothing = (row["error"] for row in report["shapes"][0]["rows"])
+    assert exact < 2.0**-40
+    assert nothing == 1.0
+
+
 def test_bench_throughput_from_the_command_line(tmp_path, capsys, twins):
     status = cli.main(
         ["bench", "throughput", "--device", "cpu", "--contexts", "24", "--batches", "2", "memory"]
@@ -678,6 +724,8 @@ def test_bench_throughput_from_the_command_line(tmp_path, capsys, twins):
         (["kernels", "--page-size", "0"], "--page-size must be at least 1"),
         (["kernels", "--repeats", "0"], "repeats must be at least 1"),
         (["kernels", "--json", "/no/such/folder/x.json"], "--json must be in a folder that exists"),
+        (["stages", "--shape", "1,2"], "a shape must be batch,heads,length"),
+        (["stages", "--repeats", "0"], "repeats must be at least 1"),
         (["throughput", "--geometry", "v2-lite"], "--geometry v2-lite needs a CUDA device"),
         (["throughput", "--batches", "many"], "--batches must be whole numbers or 'memory'"),
         (["throughput", "--layers", "2"], "--layers belongs to --geometry"),
