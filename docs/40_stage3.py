@@ -235,15 +235,15 @@ assert len(rows) == sum(lengths)
 #
 # ## Two decode kernels
 #
-# Microseconds for 128 requests of 8,192 tokens, 128 heads (one NVIDIA H200, 2026-11-30, triton
-# 3.6.0):
+# Microseconds for 128 requests of 8,192 tokens, 128 heads (one NVIDIA H200, 2026-12-01, triton
+# 3.6.0; `stage3_dataflow/results/h200_kernels/table.txt`):
 #
 # | kernel | for | P | us |
 # |---|---|---|---|
-# | portable (`split_kv_decode.py`) | capability 8.9 and newer, any head count | BF16 | 1,348 |
-# | Hopper (`hopper_decode.py`) | Hopper, latent 512 and rope 64 | e4m3 | 366 |
+# | portable (`split_kv_decode.py`) | capability 8.9 and newer, any head count | BF16 | 1,087 |
+# | Hopper (`hopper_decode.py`) | Hopper, latent 512 and rope 64 | e4m3 | 342 |
 #
-# The first is written to be read, the second to be fast. Chapter 50 says where the factor of 3.7
+# The first is written to be read, the second to be fast. Chapter 50 says where the factor of 3.2
 # comes from. `which_kernel` says which one serves a call, and why.
 #
 # Exercises: `docs/exercises/stage3.py`; `python -m docs.exercises.check stage3`. Tests:

@@ -3,7 +3,8 @@
     python -m tests.stage3.flat_attention_bias
 
 Attention over keys that are all alike is the mean of V, and V lies around 1, so a loss of small
-addends is a bias of every element towards zero. Element by element it is bounded in
+addends is a bias of every element towards zero. All tokens have one scale, so that P is 448 for
+each and is not rounded: that would be a bias of its own, of either sign. Element by element it is bounded in
 `test_mla_decode.test_flat_attention_has_no_bias_that_grows_with_length`.
 """
 
@@ -32,10 +33,11 @@ def flat_cache(tokens: int, spread: float, device: torch.device) -> LatentPages:
     """Write tokens whose latents lie around 1, and whose rotary keys are 0."""
     generator = torch.Generator().manual_seed(0)
     latents = (1 + spread * torch.randn(tokens, 512, generator=generator)).clamp(-3.5, 3.5)
+    latents[:, 0] = 3.0  # of every token in one binade, and so its scale
     cache = allocate_latent_pages(tokens // 64, 64, 512, 64, device=device)
     slots = torch.arange(tokens, device=device)
     rope = torch.zeros(tokens, 64, device=device)
-    append_kv(latents.to(device), rope, cache, slots, scale_format="amax")
+    append_kv(latents.to(device), rope, cache, slots, scale_format="pow2")
     return cache
 
 
@@ -50,7 +52,7 @@ def bias(cache: LatentPages, heads: int, rule: SplitRule, out_dtype: torch.dtype
     pages = len(cache.codes)
     latent, rope = (torch.zeros(1, 1, heads, width, device=device) for width in (512, 64))
     out, _lse = decode_quantized(
-        quantize_q(latent, rope, "amax"),
+        quantize_q(latent, rope, "pow2"),
         cache,
         torch.arange(pages, dtype=torch.int32, device=device)[None],
         torch.tensor([pages * 64], dtype=torch.int32, device=device),
