@@ -69,6 +69,50 @@ def check_tensor(
     raise TypeError(error) if wrong_type else ValueError(error)
 
 
+def geometry_of(*arguments: Any) -> tuple[Any, ...] | None:
+    """Dtype, shape, strides and device of tensors, tuples of tensors and None; None for others."""
+    found: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found += (argument.dtype, argument.shape, argument.stride(), argument.device)
+        elif argument is None:
+            found.append(None)
+        elif isinstance(argument, tuple):
+            parts = geometry_of(*argument)
+            if parts is None:
+                return None
+            found.append(parts)
+        else:
+            return None
+    return tuple(found)
+
+
+class AcceptedGeometries:
+    """Geometries that an entry point has checked and accepted, so that it checks them once.
+
+    A model calls with the same shapes layer after layer, step after step; the checks of one call
+    take longer than a short kernel. What depends on anything but geometry (values, addresses,
+    names of formats) is to be checked each time. What has no geometry (a list, say) is never known.
+    """
+
+    MOST = 4096
+    """Batches of many sizes may come; what was known is then forgotten, and checked again."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[Any, ...]] = set()
+
+    def __contains__(self, geometry: tuple[Any, ...] | None) -> bool:
+        return geometry in self._known
+
+    def add(self, geometry: tuple[Any, ...] | None) -> None:
+        """Remember a geometry; None is not one."""
+        if geometry is None:
+            return
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        self._known.add(geometry)
+
+
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Refuse an output with gaps."""
     if not tensor.is_contiguous():
@@ -82,9 +126,10 @@ def check_no_alias(name: str, output: Tensor, others: dict[str, Tensor]) -> None
     """Refuse an output that shares memory with an input: other programs may still read it."""
     first, last = _extent(output)
     for other_name, other in others.items():
+        if other.data_ptr() >= last:
+            continue
         start, end = _extent(other)
-        same = output.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        if same and output.numel() and other.numel() and start < last and first < end:
+        if start < last and first < end and output.numel() and other.numel():
             raise ValueError(
                 f"{name} may not share memory with {other_name}. Pass a separate tensor"
             )
@@ -95,7 +140,9 @@ def _is_strided_last(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte that a strided tensor reaches."""
+    """First byte that a strided tensor has, and the one behind its last."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     reach = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

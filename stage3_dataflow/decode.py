@@ -17,10 +17,12 @@ from stage2_pv_pipeline import decode as pipeline
 from stage3_dataflow import custom_ops
 from stage3_dataflow.arguments import (
     QUERY_DTYPES,
+    AcceptedGeometries,
     check_contiguous,
     check_no_alias,
     check_tensor,
     check_widths,
+    geometry_of,
 )
 from stage3_dataflow.execution_path import which_path
 from stage3_dataflow.fused_writes import check_planes, quantize_q
@@ -146,17 +148,21 @@ def mla_decode(
             split_rule=split_rule,
             kernel=kernel,
         )
-    check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
-    check_tensor(
-        "q_rope",
-        q_rope,
-        QUERY_DTYPES,
-        (*q_latent.shape[:3], "qk_rope_head_dim"),
-        device=q_latent.device,
-    )
-    inputs = {"q_latent": q_latent, "q_rope": q_rope}
-    check_outputs(out, lse, q_latent.shape, q_latent.dtype, q_latent.device, inputs)
-    check_decode(q_latent, q_rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel)
+    geometry = geometry_of(q_latent, q_rope, cache, block_table, cache_seqlens, out, lse)
+    if geometry not in _accepted_queries:
+        check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
+        check_tensor(
+            "q_rope",
+            q_rope,
+            QUERY_DTYPES,
+            (*q_latent.shape[:3], "qk_rope_head_dim"),
+            device=q_latent.device,
+        )
+        check_outputs(out, lse, q_latent.shape, q_latent.dtype, q_latent.device)
+        check_decode(q_latent, q_rope, cache, block_table, cache_seqlens)
+        _accepted_queries.add(geometry)
+    check_choices(split_rule, p_format, kernel)
+    check_apart(out, lse, {"q_latent": q_latent, "q_rope": q_rope}, cache)
     if len(cache) == 2:
         plane = cache[0]
         query = QuantizedRows(q_latent.to(plane.dtype), q_latent, q_rope.to(plane.dtype))
@@ -222,25 +228,32 @@ def decode_quantized(
             split_rule=split_rule,
             kernel=kernel,
         )
-    check_tensor(
-        "query.codes",
-        query.codes,
-        (torch.float8_e4m3fn,),
-        ("batch", "s_q", "heads", "kv_lora_rank"),
-    )
-    leading, device = tuple(query.codes.shape[:3]), query.codes.device
-    check_tensor("query.scale", query.scale, (torch.float32,), leading, device=device)
-    check_tensor(
-        "query.rope", query.rope, (torch.bfloat16,), (*leading, "qk_rope_head_dim"), device=device
-    )
-    if len(cache) != 3:
-        raise ValueError("cache must be LatentPages (codes, scale, rope) for a quantised query")
-    inputs = dict(zip(("query.codes", "query.scale", "query.rope"), query, strict=True))
     dtype = out_dtype if out is None else out.dtype
-    check_outputs(out, lse, query.codes.shape, dtype, device, inputs)
-    check_decode(
-        query.codes, query.rope, cache, block_table, cache_seqlens, split_rule, p_format, kernel
-    )
+    geometry = geometry_of(query, cache, block_table, cache_seqlens, out, lse)
+    if geometry not in _accepted_codes:
+        check_tensor(
+            "query.codes",
+            query.codes,
+            (torch.float8_e4m3fn,),
+            ("batch", "s_q", "heads", "kv_lora_rank"),
+        )
+        leading, device = tuple(query.codes.shape[:3]), query.codes.device
+        check_tensor("query.scale", query.scale, (torch.float32,), leading, device=device)
+        check_tensor(
+            "query.rope",
+            query.rope,
+            (torch.bfloat16,),
+            (*leading, "qk_rope_head_dim"),
+            device=device,
+        )
+        if len(cache) != 3:
+            raise ValueError("cache must be LatentPages (codes, scale, rope) for a quantised query")
+        check_outputs(out, lse, query.codes.shape, dtype, device)
+        check_decode(query.codes, query.rope, cache, block_table, cache_seqlens)
+        _accepted_codes.add(geometry)
+    check_choices(split_rule, p_format, kernel)
+    names = ("query.codes", "query.scale", "query.rope")
+    check_apart(out, lse, dict(zip(names, query, strict=True)), cache)
     return _attend(
         query._replace(scale=query.scale.contiguous()),
         cache,
@@ -258,22 +271,43 @@ def decode_quantized(
     )
 
 
+_accepted_queries, _accepted_codes = AcceptedGeometries(), AcceptedGeometries()
+
+
 def check_outputs(
     out: Tensor | None,
     lse: Tensor | None,
     shape: torch.Size,
     dtype: torch.dtype,
     device: torch.device,
-    inputs: dict[str, Tensor],
 ) -> None:
-    """Refuse outputs of another shape or dtype, or that share memory with an input."""
+    """Refuse outputs of another shape or dtype, or with gaps."""
     if out is not None:
         check_tensor("out", out, (dtype,), shape, device=device)
         check_contiguous("out", out)
-        check_no_alias("out", out, inputs)
     if lse is not None:
         check_tensor("lse", lse, (torch.float32,), shape[:3], device=device)
         check_contiguous("lse", lse)
+
+
+def check_apart(
+    out: Tensor | None,
+    lse: Tensor | None,
+    query: dict[str, Tensor],
+    cache: LatentPages | Bf16LatentPages,
+) -> None:
+    """Refuse outputs that share memory with an input or with each other."""
+    if out is None and lse is None:
+        return
+    names = LatentPages._fields if len(cache) == 3 else Bf16LatentPages._fields
+    inputs = dict(query)
+    for name, plane in zip(names, cache, strict=True):
+        inputs[f"cache.{name}"] = plane
+    if out is not None:
+        check_no_alias("out", out, inputs)
+    if lse is not None:
+        if out is not None:
+            inputs["out"] = out
         check_no_alias("lse", lse, inputs)
 
 
@@ -283,11 +317,8 @@ def check_decode(
     cache: LatentPages | Bf16LatentPages,
     block_table: Tensor,
     cache_seqlens: Tensor,
-    split_rule: SplitRule,
-    p_format: str | None,
-    kernel: str | None,
 ) -> None:
-    """Refuse, without a synchronisation, what a decode cannot run on."""
+    """Refuse, without a synchronisation, tensors that a decode cannot run on."""
     batch, s_q, heads, latent = q_latent.shape
     rope, device = q_rope.shape[-1], q_latent.device
     for name, size in (("s_q", s_q), ("heads", heads)):
@@ -312,6 +343,10 @@ def check_decode(
         device=device,
         remedy="Use cache_seqlens.to(torch.int32)",
     )
+
+
+def check_choices(split_rule: SplitRule, p_format: str | None, kernel: str | None) -> None:
+    """Refuse a rule that cuts nothing, and unknown names."""
     check_split_rule(split_rule)
     if p_format not in ("e4m3", "bf16", None):
         raise ValueError(f"p_format must be e4m3, bf16 or None; got {p_format!r}")
@@ -336,12 +371,6 @@ def _attend(
     kernel: Kernel | None,
 ) -> AttentionOutput:
     """Run the path of this device; everything has been checked but what only values can say."""
-    names = LatentPages._fields if len(cache) == 3 else Bf16LatentPages._fields
-    planes = {f"cache.{name}": plane for name, plane in zip(names, cache, strict=True)}
-    if out is not None:
-        check_no_alias("out", out, planes)
-    if lse is not None:
-        check_no_alias("lse", lse, planes if out is None else planes | {"out": out})
     device = query.codes.device
     path = which_path(device).name
     if path != "triton":

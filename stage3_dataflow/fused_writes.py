@@ -23,9 +23,11 @@ from stage3_dataflow import custom_ops
 from stage3_dataflow.arguments import (
     INDEX_DTYPES,
     QUERY_DTYPES,
+    AcceptedGeometries,
     check_no_alias,
     check_tensor,
     check_widths,
+    geometry_of,
 )
 from stage3_dataflow.execution_path import which_path
 from stage3_dataflow.write_references import fused_k_append_reference, fused_q_quant_reference
@@ -91,16 +93,12 @@ def fused_q_quant(
             q_latent, q_rope, rotation, interleaved=interleaved, scale_format=scale_format
         )
     check_scale_format(scale_format)
-    check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
+    geometry = geometry_of(q_latent, q_rope, rotation)
+    if geometry not in _accepted_queries:
+        _check_query(q_latent, q_rope, rotation)
+        _accepted_queries.add(geometry)
     batch, s_q, heads, latent = q_latent.shape
-    device = q_latent.device
-    check_tensor(
-        "q_rope", q_rope, QUERY_DTYPES, (batch, s_q, heads, "qk_rope_head_dim"), device=device
-    )
-    rope = q_rope.shape[-1]
-    if rotation is not None:
-        for name, part in zip(("rotation.cos", "rotation.sin"), rotation, strict=True):
-            check_tensor(name, part, (torch.float32,), (batch, s_q, rope // 2), device=device)
+    rope, device = q_rope.shape[-1], q_latent.device
     if which_path(device).name == "pytorch":
         return fused_q_quant_reference(
             q_latent, q_rope, rotation, interleaved=interleaved, scale_format=scale_format
@@ -202,18 +200,12 @@ def fused_k_append(
         )
         return
     check_scale_format(scale_format)
-    check_tensor("c_kv", c_kv, QUERY_DTYPES, ("tokens", "kv_lora_rank"))
+    geometry = geometry_of(c_kv, k_rope, cache, slot_mapping, norm_weight, rotation)
+    if geometry not in _accepted_tokens:
+        _check_tokens(c_kv, k_rope, cache, slot_mapping, norm_weight, rotation)
+        _accepted_tokens.add(geometry)
     tokens, latent = c_kv.shape
-    device = c_kv.device
-    check_tensor("k_rope", k_rope, QUERY_DTYPES, (tokens, "qk_rope_head_dim"), device=device)
-    rope = k_rope.shape[-1]
-    check_planes(cache, latent, rope, device)
-    check_tensor("slot_mapping", slot_mapping, INDEX_DTYPES, (tokens,), device=device)
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, QUERY_DTYPES, (latent,), device=device)
-    if rotation is not None:
-        for name, part in zip(("rotation.cos", "rotation.sin"), rotation, strict=True):
-            check_tensor(name, part, (torch.float32,), (tokens, rope // 2), device=device)
+    rope, device = k_rope.shape[-1], c_kv.device
     for plane in cache:
         check_no_alias("cache", plane, {"c_kv": c_kv, "k_rope": k_rope})
     path = which_path(device).name
@@ -247,6 +239,44 @@ def fused_k_append(
             interleaved=interleaved,
             pow2=scale_format == "pow2",
         )
+
+
+_accepted_queries, _accepted_tokens = AcceptedGeometries(), AcceptedGeometries()
+
+
+def _check_query(q_latent: Tensor, q_rope: Tensor, rotation: Rotation | None) -> None:
+    check_tensor("q_latent", q_latent, QUERY_DTYPES, ("batch", "s_q", "heads", "kv_lora_rank"))
+    batch, s_q, heads, _ = q_latent.shape
+    shape = (batch, s_q, heads, "qk_rope_head_dim")
+    check_tensor("q_rope", q_rope, QUERY_DTYPES, shape, device=q_latent.device)
+    _check_rotation(rotation, (batch, s_q), q_rope)
+
+
+def _check_tokens(
+    c_kv: Tensor,
+    k_rope: Tensor,
+    cache: LatentPages | Bf16LatentPages,
+    slot_mapping: Tensor,
+    norm_weight: Tensor | None,
+    rotation: Rotation | None,
+) -> None:
+    check_tensor("c_kv", c_kv, QUERY_DTYPES, ("tokens", "kv_lora_rank"))
+    tokens, latent = c_kv.shape
+    device = c_kv.device
+    check_tensor("k_rope", k_rope, QUERY_DTYPES, (tokens, "qk_rope_head_dim"), device=device)
+    check_planes(cache, latent, k_rope.shape[-1], device)
+    check_tensor("slot_mapping", slot_mapping, INDEX_DTYPES, (tokens,), device=device)
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, QUERY_DTYPES, (latent,), device=device)
+    _check_rotation(rotation, (tokens,), k_rope)
+
+
+def _check_rotation(rotation: Rotation | None, leading: tuple[int, ...], rope: Tensor) -> None:
+    if rotation is None:
+        return
+    shape = (*leading, rope.shape[-1] // 2)
+    for name, part in zip(("rotation.cos", "rotation.sin"), rotation, strict=True):
+        check_tensor(name, part, (torch.float32,), shape, device=rope.device)
 
 
 def check_planes(

@@ -4,8 +4,8 @@
 
 Attention over keys that are all alike is the mean of V, and V lies around 1, so a loss of small
 addends is a bias of every element towards zero. All tokens have one scale, so that P is 448 for
-each and is not rounded: that would be a bias of its own, of either sign. Element by element it is bounded in
-`test_mla_decode.test_flat_attention_has_no_bias_that_grows_with_length`.
+each and is not rounded: that would be a bias of its own, of either sign. Element by element it is
+bounded in `test_mla_decode.test_flat_attention_has_no_bias_that_grows_with_length`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from stage3_dataflow import (
     use_path,
     which_path,
 )
+from stage3_dataflow.arguments import AcceptedGeometries, geometry_of
 from tests.stage3.cached_requests import as_bytes
 
 pytestmark = [pytest.mark.stage3, pytest.mark.unchecked]
@@ -30,7 +31,7 @@ F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 
 @pytest.fixture
 def decode(device):
-    """Arguments of a call that runs."""
+    """Arguments of a call that runs, and has run: what is known of it excuses nothing else."""
     cache = allocate_latent_pages(4, 16, WIDTH, ROPE, device=device)
     append_kv(
         torch.ones(20, WIDTH, device=device),
@@ -38,7 +39,7 @@ def decode(device):
         cache,
         torch.arange(20, device=device),
     )
-    return {
+    arguments = {
         "q_latent": torch.ones(2, 3, 2, WIDTH, device=device),
         "q_rope": torch.ones(2, 3, 2, ROPE, device=device),
         "cache": cache,
@@ -46,6 +47,10 @@ def decode(device):
         "cache_seqlens": torch.tensor([20, 4], dtype=I32, device=device),
         "softmax_scale": 0.1,
     }
+    out, _lse = mla_decode(**arguments)
+    lse = torch.empty(2, 3, 2, device=device)
+    assert torch.equal(mla_decode(**arguments, out=torch.empty_like(out), lse=lse).out, out)
+    return arguments
 
 
 def plane(name, change):
@@ -307,6 +312,7 @@ QUANTISED_REFUSALS = {
 def test_decode_quantized_refuses(decode, name):
     change, error, message = QUANTISED_REFUSALS[name]
     query = quantize_q(decode.pop("q_latent"), decode.pop("q_rope"))
+    decode_quantized(query, **decode)
     with pytest.raises(error, match=message):
         decode_quantized(change(query), **decode)
 
@@ -321,6 +327,7 @@ def test_a_quantised_query_over_a_bf16_cache_is_refused(decode, device):
 def test_a_quantised_querys_out_may_not_be_its_own_rope(decode):
     query = quantize_q(decode.pop("q_latent"), torch.cat((decode.pop("q_rope"),) * 2, -1))
     decode["cache"] = decode["cache"]._replace(rope=torch.cat((decode["cache"].rope,) * 2, -1))
+    decode_quantized(query, **decode, out=torch.empty_like(query.rope))
     with pytest.raises(ValueError, match="out may not share memory with query.rope"):
         decode_quantized(QuantizedRows(*query), **decode, out=query.rope)
 
@@ -331,14 +338,16 @@ def test_a_quantised_querys_out_may_not_be_its_own_rope(decode):
 @pytest.fixture
 def append(device):
     cache = allocate_latent_pages(3, 4, WIDTH, ROPE, device=device)
-    for byte, part in zip((0x11, 0x22, 0x33), cache, strict=True):
-        part.view(torch.uint8).fill_(byte)
-    return {
+    arguments = {
         "c_kv": torch.ones(3, WIDTH, device=device),
         "k_rope": torch.ones(3, ROPE, device=device),
         "cache": cache,
         "slot_mapping": torch.arange(3, device=device),
     }
+    fused_k_append(**arguments)
+    for byte, part in zip((0x11, 0x22, 0x33), cache, strict=True):
+        part.view(torch.uint8).fill_(byte)
+    return arguments
 
 
 def angles(*shape):
@@ -445,9 +454,56 @@ def test_a_slot_past_the_pool_is_refused_where_the_host_can_see_it(append):
     ids=["dtype", "heads", "angle dtype", "angle shape", "scale format"],
 )
 def test_fused_q_quant_refuses(changes, error, message):
-    call = {"q_latent": torch.ones(2, 3, 2, 32), "q_rope": torch.ones(2, 3, 2, 16)} | changes
+    valid = {"q_latent": torch.ones(2, 3, 2, 32), "q_rope": torch.ones(2, 3, 2, 16)}
+    fused_q_quant(**valid)
     with pytest.raises(error, match=message):
-        fused_q_quant(**call)
+        fused_q_quant(**valid | changes)
+
+
+# What has been accepted once
+
+
+def test_a_known_geometry_is_not_checked_again(decode, monkeypatch):
+    """Nor does it excuse another: each of these lets the checks run, which are made to fail."""
+
+    def fail(*arguments, **keywords):
+        raise AssertionError("checked")
+
+    other = {
+        "q_latent": decode["q_latent"].bfloat16(),
+        "block_table": decode["block_table"][:, :1],
+        "cache": LatentPages(*(part[1:] for part in decode["cache"])),
+        "cache_seqlens": torch.ones(4, dtype=I32, device=decode["q_rope"].device)[::2],
+    }
+    quantize_q(decode["q_latent"].bfloat16(), decode["q_rope"])
+    monkeypatch.setattr("stage3_dataflow.decode.check_tensor", fail)
+    assert bool(mla_decode(**decode).out.isfinite().all())
+    for name, value in other.items():
+        with pytest.raises(AssertionError, match="checked"):
+            mla_decode(**decode | {name: value})
+    with pytest.raises(AssertionError, match="checked"):
+        mla_decode(**decode | {"cache": list(decode["cache"])})
+
+
+def test_what_is_known_has_bounds():
+    known = AcceptedGeometries()
+    tensors = [torch.empty(size) for size in range(known.MOST + 1)]
+    for tensor in tensors[:-1]:
+        known.add(geometry_of(tensor))
+    assert all(geometry_of(tensor) in known for tensor in tensors[:-1])
+    known.add(geometry_of(tensors[-1]))
+    assert geometry_of(tensors[-1]) in known and geometry_of(tensors[0]) not in known
+
+
+def test_what_has_no_geometry_is_never_known():
+    known = AcceptedGeometries()
+    one = torch.ones(1)
+    for arguments in ((one, [one]), (one, 3), ((one, "e4m3"),)):
+        geometry = geometry_of(*arguments)
+        known.add(geometry)
+        assert geometry is None and geometry not in known
+    assert geometry_of(torch.ones(2), None) != geometry_of(torch.ones(2))
+    assert geometry_of((torch.ones(2),)) != geometry_of(torch.ones(2))
 
 
 # Reading back, and choosing a path
