@@ -114,6 +114,6 @@ def plot_loss(table: Table, path: Path) -> None:
 
 
 def _save(figure: Any, path: Path, *, bottom: float = 0.0) -> None:
-    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.set_layout_engine("tight", rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=130, facecolor="white")
     plt.close(figure)

@@ -77,7 +77,7 @@ def write_drift(rows: Sequence[Drift], out: Path) -> None:
     figure.supxlabel("tokens", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(policies), frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.92))
+    figure.set_layout_engine("tight", rect=(0, 0, 1, 0.92))
     figure.savefig(out / "drift.png", dpi=130, facecolor="white")
     plt.close(figure)
 

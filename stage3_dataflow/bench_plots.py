@@ -156,7 +156,7 @@ def plot_kernels(report: dict[str, Any], groups: Sequence[str], out: Path) -> No
 
 
 def _save(figure: Any, path: Path, caption: str) -> None:
-    figure.tight_layout()
+    figure.set_layout_engine("tight")
     figure.text(0.995, 0.995, caption, ha="right", va="top", fontsize=6, color="#555555")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
