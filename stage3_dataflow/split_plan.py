@@ -6,7 +6,7 @@ alone and in any batch. Kernels compute the plan from the lengths on the device;
 the largest number of splits that a table of this width can ask for.
 
 Few long requests want many splits, to fill the GPU; many requests want few, since every split costs
-a partial result in float32, written and read. The rule is therefore an argument: fixed for a
+a partial result, written and read. The rule is therefore an argument: fixed for a
 server, whatever its load, or chosen for a batch by `suggest_split_rule` where the last bit need not
 repeat.
 """
@@ -14,6 +14,7 @@ repeat.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ def longest_first_order(
     return torch.tensor([len(parts), *parts]).to(cache_seqlens)
 
 
+@lru_cache(maxsize=1024)
 def suggest_split_rule(
     batch: int,
     rows: int,
@@ -115,7 +117,9 @@ def suggest_split_rule(
 ) -> SplitRule:
     """Choose a rule that fills `processors` for a batch of requests about `length` tokens long.
 
-    Fastest, but the bits of a request then depend on its batch mates.
+    Fastest, but the bits of a request then depend on its batch mates. Processors take splits one
+    after the other, so where there are somewhat fewer or more tiles than processors, several
+    shorter splits leave less of the last round empty.
 
     Parameters
     ----------
@@ -144,7 +148,50 @@ def suggest_split_rule(
         largest = max(math.ceil(1.1 * share), tokens) if longest_first else tokens
         # One split would be taken up as it stands: of two, each finds its place in the order.
         return SplitRule(min_tokens=tokens, max_splits=max(-(-longest // largest), 2))
-    splits = max(1, processors // max(batch * tiles, 1))
+    fitting = {
+        max(1, rounds * processors // max(batch * tiles, 1)) for rounds in range(1, MOST_ROUNDS + 1)
+    }
+    rules = [_equal_splits(length, splits) for splits in sorted({1, *fitting})]
+    return min(rules, key=lambda rule: _cost(batch, rows, length, rule, processors, block_rows))
+
+
+MOST_ROUNDS = 8
+"""Splits that a processor takes one after the other: more would even out hardly more."""
+BLOCK_COSTS = {16: 0.72, 32: 0.92, 64: 1.0}
+"""What a tile of as many rows takes for 64 tokens in L2, as multiples of an H200's 1.3 us for 64
+rows. This and what follows is fitted to `stage3_dataflow/results/h200_split_rules.json`."""
+MEMORY_COST = 0.0073
+"""A block's fetch, of which all processors together can do one after the other."""
+ITEM_COST = 1.5
+"""What a split takes beside its blocks."""
+MERGE_COST = 3.0
+"""The merge's launch."""
+ORDER_COST = 3.0
+"""The launch of what orders splits, where there are more than processors."""
+PARTIAL_ROW_COST = 0.0004
+"""A partial result of 512 channels, written and read."""
+
+
+def _equal_splits(length: int, splits: int) -> SplitRule:
+    """Cut requests of this length into as many splits, or fewer where whole blocks leave fewer."""
     rule = SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)
-    # Whole blocks may leave fewer. Grids and merges are made for the largest number.
+    # Grids and merges are made for the largest number.
     return rule._replace(max_splits=len(splits_for(length, rule)))
+
+
+def _cost(
+    batch: int, rows: int, length: int, rule: SplitRule, processors: int, block_rows: int
+) -> float:
+    """Estimate a decode's time in blocks: rounds of splits, all as long as the longest."""
+    splits = splits_for(length, rule)
+    rounds = -(-batch * -(-rows // block_rows) * len(splits) // processors)
+    blocks = -(-max(end - start for start, end in splits) // SPLIT_GRANULE)
+    tile = next((size for size in BLOCK_COSTS if rows <= size), max(BLOCK_COSTS))
+    cost = max(
+        rounds * (blocks + ITEM_COST) * BLOCK_COSTS[tile],
+        batch * -(-length // SPLIT_GRANULE) * MEMORY_COST,
+    )
+    if len(splits) > 1:
+        cost += MERGE_COST + batch * rows * len(splits) * PARTIAL_ROW_COST
+        cost += ORDER_COST if rounds > 1 else 0.0
+    return cost

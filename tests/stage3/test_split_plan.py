@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import stage3_dataflow
 from stage3_dataflow import DecodeWorkspace, SplitRule, suggest_split_rule, workspace_bytes
 from stage3_dataflow.split_plan import (
     MIN_RAGGED_TOKENS,
+    MOST_ROUNDS,
     SPLIT_GRANULE,
     check_split_rule,
     largest_split_count,
@@ -106,12 +111,30 @@ def test_rules_that_cut_nothing_are_refused(field, value):
     length=st.integers(1, 200_000),
     processors=st.integers(1, 200),
 )
-def test_the_suggested_rule_is_one_and_fills_the_processors_once(batch, rows, length, processors):
+def test_the_suggested_rule_is_one_and_fills_the_processors(batch, rows, length, processors):
+    """At most eight times over; and no fewer rounds of blocks could do it by one split of each."""
     rule = suggest_split_rule(batch, rows, length, processors=processors)
     check_split_rule(rule)
     programs = batch * -(-rows // 64)
-    assert programs * rule.max_splits <= max(processors, programs)
+    assert programs * rule.max_splits <= max(MOST_ROUNDS * processors, programs)
     assert len(splits_for(length, rule)) == rule.max_splits
+    longest = max(end - start for start, end in splits_for(length, rule))
+    rounds = -(-programs * rule.max_splits // processors)
+    assert rounds * longest <= -(-programs // processors) * (length + SPLIT_GRANULE)
+
+
+RECORDED = json.loads(
+    (Path(stage3_dataflow.__file__).parent / "results" / "h200_split_rules.json").read_text()
+)["shapes"]
+
+
+@pytest.mark.parametrize(
+    "shape", RECORDED, ids=lambda shape: "{batch},{heads},{length}".format(**shape)
+)
+def test_the_suggested_rule_is_near_the_fastest_that_was_measured(shape):
+    rule = suggest_split_rule(shape["batch"], shape["heads"], shape["length"], processors=132)
+    taken = {int(splits): us for splits, us in shape["microseconds"].items()}
+    assert taken[rule.max_splits] <= 1.03 * min(taken.values())
 
 
 @given(
