@@ -2,9 +2,9 @@
 # # 50. Performance: where the time goes
 #
 # Nothing in this chapter can be measured without a GPU. What it shows was recorded on one NVIDIA
-# H200 (132 multiprocessors) by `snapmla bench kernels` and `snapmla bench stages`, and is read from
-# their files; `docs/performance-log.md` has the history, with what was predicted before each
-# measurement. The counts are computed here.
+# H200 (132 multiprocessors) by `snapmla bench kernels` and `snapmla bench stages`, and their times
+# are read from their files; `docs/performance-log.md` has the history, with what was predicted
+# before each measurement. The counts are computed here.
 
 # %%
 import json
@@ -86,6 +86,8 @@ for shape, rows in rows_of.items():
 assert all(0.4 < share < 1.02 for share in reached.values())  # a copy is no bound, only a rate
 assert reached["128,16,8192"] > 0.97
 assert 0.65 < reached["128,128,8192"] < 0.8
+flops = count_work("decode", parse_shape("128,128,8192"), "fp8").total_flops
+assert round(flops / seconds_of("128,128,8192", "fp8 hopper") / 1e12) == 865  # quoted below
 
 # %% [markdown]
 # Read aloud: with 16 heads the kernel moves the cache as fast as a plain copy would. With 128 heads
@@ -142,10 +144,10 @@ figures.roofline(
 
 # %% [markdown]
 # Between stage 0 and the Hopper kernel at 16 heads lies a factor of almost 300 in operations a
-# second; 1.8 of it is the smaller cache. The rest is what fusing buys: no widened copy of the
-# cache, no scores in memory, no queue of small launches. Stages 1 and 2 are slower than stage 0:
-# they widen codes to float32 and walk blocks in Python, stage 2 blocks of 64 tokens. They are there
-# to be read.
+# second (32 requests issued from Python, 128 by graph); 1.8 of it is the smaller cache. The rest is
+# what fusing buys: no widened copy of the cache, no scores in memory, no queue of small launches.
+# Stages 1 and 2 are slower than stage 0: they widen codes to float32 and walk blocks in Python,
+# stage 2 blocks of 64 tokens. They are there to be read.
 #
 # ## Why FP8 PV needs a transpose
 #

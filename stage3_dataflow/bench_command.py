@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import shlex
 import sys
 import time
@@ -38,7 +39,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write results.json, table.txt and, with matplotlib, plots here",
+        help="write results.json and table.txt here; plots too, of kernels and throughput",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: auto)"
@@ -299,7 +300,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 
 
 def run_stages(arguments: argparse.Namespace) -> int:
-    """`snapmla bench stages`."""
+    """`snapmla bench stages`: 1 if some stage's output is not finite."""
     from stage3_dataflow.bench_cases import parse_shape
     from stage3_dataflow.bench_report import ResultFiles, stages_text
     from stage3_dataflow.bench_stages import CPU_SHAPES, DEFAULT_SHAPES, measure_stages
@@ -323,7 +324,11 @@ def run_stages(arguments: argparse.Namespace) -> int:
         say=_Progress(),
     )
     print(stages_text(report), end="")
-    return 0
+    rows = [row for shape in report["shapes"] for row in shape["rows"]]
+    wrong = [row["stage"] for row in rows if not math.isfinite(row["error"])]
+    for stage in wrong:
+        print(f"snapmla bench stages: {stage}: the output is not finite", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:

@@ -265,7 +265,7 @@ def stages_text(report: dict[str, Any]) -> str:
         "distance to exact attention over unquantised rows, first request"
     )
     for shape in report["shapes"]:
-        lines += ["", f"{shape['name']} (requests, heads, cached tokens)"]
+        lines += ["", f"{shape['name']} (requests, heads, cached tokens[, query tokens])"]
         lines.append(f"{'':24}{'ms':>10}{'quartiles':>22}{'error':>12}")
         for row in shape["rows"]:
             low, high = (f"{value:.3f}" for value in row["quartiles"])

@@ -2,7 +2,8 @@
 
 Each backend attends over the cache it writes itself: BF16 in stage 0 and in the baseline, FP8 in
 the others. Calls are issued from Python and not recorded, since stages 0 to 2 read lengths back to
-the host; a short kernel then shows the host's time, not its own (`bench_kernels` has that).
+the host; a short kernel then shows the host's time, not its own (`bench_kernels` has that). Nor is
+the L2 cache emptied between calls.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def measure_stages(
     shapes
         Batches, of s_q = 1 or more.
     repeats
-        Timed calls, after two that are not.
+        Timed calls, after some that are not.
     observe, say
         Get the report each time it has grown by a shape, and a line when a row begins.
 

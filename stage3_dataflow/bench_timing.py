@@ -108,7 +108,7 @@ class Stopwatch:
         return _summary([start.elapsed_time(end) * 1e3 for start, end in pairs], host)
 
     def time_issued(self, call: Callable[[], Any]) -> Timing:
-        """Time a call as Python issues it, host time included; it may synchronise."""
+        """Time a call as Python issues it: host time included, caches warm; it may synchronise."""
         if self._buffer is None:
             return self._wall_clock(call)
         for _ in range(2):

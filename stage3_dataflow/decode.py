@@ -162,7 +162,8 @@ def mla_decode(
         check_decode(q_latent, q_rope, cache, block_table, cache_seqlens)
         _accepted_queries.add(geometry)
     check_choices(split_rule, p_format, kernel)
-    check_apart(out, lse, {"q_latent": q_latent, "q_rope": q_rope}, cache)
+    query_parts = {"q_latent": q_latent, "q_rope": q_rope}
+    check_apart(out, lse, query_parts, cache, block_table, cache_seqlens)
     if len(cache) == 2:
         plane = cache[0]
         query = QuantizedRows(q_latent.to(plane.dtype), q_latent, q_rope.to(plane.dtype))
@@ -253,7 +254,8 @@ def decode_quantized(
         _accepted_codes.add(geometry)
     check_choices(split_rule, p_format, kernel)
     names = ("query.codes", "query.scale", "query.rope")
-    check_apart(out, lse, dict(zip(names, query, strict=True)), cache)
+    query_parts = dict(zip(names, query, strict=True))
+    check_apart(out, lse, query_parts, cache, block_table, cache_seqlens)
     return _attend(
         query._replace(scale=query.scale.contiguous()),
         cache,
@@ -295,12 +297,14 @@ def check_apart(
     lse: Tensor | None,
     query: dict[str, Tensor],
     cache: LatentPages | Bf16LatentPages,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
 ) -> None:
     """Refuse outputs that share memory with an input or with each other."""
     if out is None and lse is None:
         return
     names = LatentPages._fields if len(cache) == 3 else Bf16LatentPages._fields
-    inputs = dict(query)
+    inputs = query | {"block_table": block_table, "cache_seqlens": cache_seqlens}
     for name, plane in zip(names, cache, strict=True):
         inputs[f"cache.{name}"] = plane
     if out is not None:

@@ -14,7 +14,6 @@ repeat.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -60,9 +59,7 @@ def splits_for(length: int, rule: SplitRule = DEFAULT_SPLIT_RULE) -> list[tuple[
     >>> splits_for(130, SplitRule(min_tokens=64, max_splits=2))
     [(0, 128), (128, 130)]
     """
-    wanted = min(rule.max_splits, -(-length // rule.min_tokens))
-    granules = math.ceil(math.ceil(length / SPLIT_GRANULE) / max(wanted, 1))
-    split_tokens = max(granules, 1) * SPLIT_GRANULE
+    split_tokens = _split_tokens(length, rule)
     return [
         (start, min(start + split_tokens, length))
         for start in range(0, max(length, 1), split_tokens)
@@ -104,7 +101,13 @@ def longest_first_order(
     return torch.tensor([len(parts), *parts]).to(cache_seqlens)
 
 
-@lru_cache(maxsize=1024)
+def _split_tokens(length: int, rule: SplitRule) -> int:
+    """Tokens of every split but the last."""
+    wanted = min(rule.max_splits, -(-length // rule.min_tokens))
+    granules = -(-math.ceil(length / SPLIT_GRANULE) // max(wanted, 1))
+    return max(granules, 1) * SPLIT_GRANULE
+
+
 def suggest_split_rule(
     batch: int,
     rows: int,
@@ -117,9 +120,11 @@ def suggest_split_rule(
 ) -> SplitRule:
     """Choose a rule that fills `processors` for a batch of requests about `length` tokens long.
 
-    Fastest, but the bits of a request then depend on its batch mates. Processors take splits one
-    after the other, so where there are somewhat fewer or more tiles than processors, several
-    shorter splits leave less of the last round empty.
+    The bits of a request then depend on its batch mates. Processors take splits one after the
+    other, so where there are somewhat fewer or more tiles than processors, several shorter splits
+    leave less of the last round empty. What is fastest is estimated from times of the Hopper kernel
+    on an H200; the portable kernel may be faster with more splits. More splits also take a larger
+    workspace (`stage3_dataflow.workspace_bytes`).
 
     Parameters
     ----------
@@ -140,7 +145,14 @@ def suggest_split_rule(
         at the end: there are fewer partial results.
     block_rows
         Rows that one program attends.
+
+    Raises
+    ------
+    ValueError
+        `processors` below 1.
     """
+    if processors < 1:
+        raise ValueError(f"processors must be at least 1; got {processors}")
     tiles = -(-rows // block_rows)
     if longest is not None and longest > 1.25 * length:
         share = batch * length * tiles / processors
@@ -176,22 +188,22 @@ def _equal_splits(length: int, splits: int) -> SplitRule:
     """Cut requests of this length into as many splits, or fewer where whole blocks leave fewer."""
     rule = SplitRule(min_tokens=max(SPLIT_GRANULE, -(-length // splits)), max_splits=splits)
     # Grids and merges are made for the largest number.
-    return rule._replace(max_splits=len(splits_for(length, rule)))
+    return rule._replace(max_splits=-(-max(length, 1) // _split_tokens(length, rule)))
 
 
 def _cost(
     batch: int, rows: int, length: int, rule: SplitRule, processors: int, block_rows: int
 ) -> float:
     """Estimate a decode's time in blocks: rounds of splits, all as long as the longest."""
-    splits = splits_for(length, rule)
-    rounds = -(-batch * -(-rows // block_rows) * len(splits) // processors)
-    blocks = -(-max(end - start for start, end in splits) // SPLIT_GRANULE)
-    tile = next((size for size in BLOCK_COSTS if rows <= size), max(BLOCK_COSTS))
+    splits, blocks = rule.max_splits, _split_tokens(length, rule) // SPLIT_GRANULE
+    rounds = -(-batch * -(-rows // block_rows) * splits // processors)
+    tile_rows = min(rows, block_rows)
+    tile = next((size for size in BLOCK_COSTS if tile_rows <= size), max(BLOCK_COSTS))
     cost = max(
         rounds * (blocks + ITEM_COST) * BLOCK_COSTS[tile],
         batch * -(-length // SPLIT_GRANULE) * MEMORY_COST,
     )
-    if len(splits) > 1:
-        cost += MERGE_COST + batch * rows * len(splits) * PARTIAL_ROW_COST
+    if splits > 1:
+        cost += MERGE_COST + batch * rows * splits * PARTIAL_ROW_COST
         cost += ORDER_COST if rounds > 1 else 0.0
     return cost

@@ -153,7 +153,8 @@ class QueryTile:
     scale: gl.shared_memory_descriptor  # [rows] f32
     visible: gl.shared_memory_descriptor  # [rows] i32: tokens that a row sees, from the program's
     # first block on
-    full: gl.shared_memory_descriptor  # by the TMA, and each lane, for its scales
+    full: gl.shared_memory_descriptor  # by the TMA, and each lane, for its scales (for the first
+    # item's, one thread for all lanes)
     empty: gl.shared_memory_descriptor  # by `weigh_blocks`
 
 
@@ -1370,7 +1371,7 @@ def launch_hopper_decode(
     Parameters
     ----------
     query, cache, block_table, cache_seqlens, softmax_scale, causal
-        As `stage3_dataflow.mla_decode.decode_quantized`.
+        As `stage3_dataflow.decode.decode_quantized`.
     split_rule
         (min_tokens, max_splits), see `stage3_dataflow.split_plan`.
     out, lse

@@ -234,6 +234,15 @@ def test_out_that_lies_in_a_bf16_cache_is_refused(device):
         )
 
 
+@pytest.mark.parametrize("name", ["block_table", "cache_seqlens"])
+def test_outputs_that_lie_in_what_is_read_are_refused(decode, name):
+    decode[name] = decode[name].new_zeros(12)
+    out_of = decode[name].view(F32).view(2, 3, 2)
+    decode[name] = decode[name][:4].view(2, 2) if name == "block_table" else decode[name][:2]
+    with pytest.raises(ValueError, match=f"lse may not share memory with {name}"):
+        mla_decode(**decode, lse=out_of)
+
+
 def test_lse_that_lies_in_out_is_refused(decode):
     out = torch.empty_like(decode["q_latent"])
     with pytest.raises(ValueError, match="lse may not share memory with out"):

@@ -112,7 +112,7 @@ def test_rules_that_cut_nothing_are_refused(field, value):
     processors=st.integers(1, 200),
 )
 def test_the_suggested_rule_is_one_and_fills_the_processors(batch, rows, length, processors):
-    """At most eight times over; and no fewer rounds of blocks could do it by one split of each."""
+    """At most eight times over, and never with more rounds of blocks than whole requests take."""
     rule = suggest_split_rule(batch, rows, length, processors=processors)
     check_split_rule(rule)
     programs = batch * -(-rows // 64)
@@ -121,6 +121,19 @@ def test_the_suggested_rule_is_one_and_fills_the_processors(batch, rows, length,
     longest = max(end - start for start, end in splits_for(length, rule))
     rounds = -(-programs * rule.max_splits // processors)
     assert rounds * longest <= -(-programs // processors) * (length + SPLIT_GRANULE)
+
+
+@given(batch=st.integers(1, 66), rows=st.integers(1, 64), length=st.integers(8192, 200_000))
+def test_half_a_gpu_is_never_left_idle(batch, rows, length):
+    """With as many splits more as fit at once, a long request takes half as long or less."""
+    rule = suggest_split_rule(batch, rows, length, processors=132)
+    assert 2 <= rule.max_splits
+    assert batch * rule.max_splits > 66
+
+
+def test_no_processor_is_refused():
+    with pytest.raises(ValueError, match="processors must be at least 1; got 0"):
+        suggest_split_rule(1, 16, 100, processors=0)
 
 
 RECORDED = json.loads(
