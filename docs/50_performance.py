@@ -120,16 +120,15 @@ points = {
     )
     for stage in (0, 1, 2)
 }
-for kernel, shape in (
+for name, shape in (
     ("portable", "128,16,8192"),
-    ("hopper", "128,16,8192"),
-    ("hopper", "32,64,8192"),
+    ("Hopper", "128,16,8192"),
+    ("Hopper", "32,64,8192"),
     ("portable", "128,128,8192"),
-    ("hopper", "128,128,8192"),
+    ("Hopper", "128,128,8192"),
 ):
-    name = f"stage 3 {kernel.title() if kernel == 'hopper' else kernel}, "
-    name += f"{parse_shape(shape).heads} heads"
-    points[name] = rate("fp8", shape, seconds_of(shape, f"fp8 {kernel}"))
+    seconds = seconds_of(shape, f"fp8 {name.lower()}")
+    points[f"stage 3 {name}, {parse_shape(shape).heads} heads"] = rate("fp8", shape, seconds)
 for name, (intensity, speed) in points.items():
     print(f"{name:<30}{intensity:>6.0f} operations a byte, {speed / 1e12:>6.1f} TFLOP/s")
 assert points["stage 0, PyTorch, 16 heads"][1] < 0.05 * points["stage 3 Hopper, 16 heads"][1]

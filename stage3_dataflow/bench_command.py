@@ -49,6 +49,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_shapes(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="B,H,L[,S]",
+        help="requests, heads, cached tokens and query tokens (1); may be given again; "
+        f"default: {default}",
+    )
+
+
 def _add_kernels(parts: Any) -> None:
     parser = parts.add_parser(
         "kernels",
@@ -58,13 +68,7 @@ def _add_kernels(parts: Any) -> None:
         "BF16 and over FlashInfer and FlashMLA where they are installed. On a CPU small shapes "
         "show that everything runs, without rates.",
     )
-    parser.add_argument(
-        "--shape",
-        action="append",
-        metavar="B,H,L[,S]",
-        help="requests, heads, cached tokens and query tokens (1); may be given again; "
-        "default: eight shapes from 128,128,8192 to 1,128,65536",
-    )
+    _add_shapes(parser, "eight shapes from 128,128,8192 to 1,128,65536")
     parser.add_argument(
         "--sweep", action="store_true", help="also time lengths from 512 to 65536, for the plot"
     )
@@ -110,13 +114,7 @@ def _add_stages(parts: Any) -> None:
         description="Time attention as each stage of the course computes it, issued from Python, "
         "and its distance to exact attention. On a CPU a small shape, by the wall clock.",
     )
-    parser.add_argument(
-        "--shape",
-        action="append",
-        metavar="B,H,L[,S]",
-        help="requests, heads, cached tokens and query tokens (1); may be given again; "
-        "default: 32,16,8192 and 32,128,8192",
-    )
+    _add_shapes(parser, "32,16,8192 and 32,128,8192")
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed calls (10)")
     _add_output(parser)
     parser.set_defaults(run=run_stages)

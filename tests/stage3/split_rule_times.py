@@ -15,10 +15,10 @@ import torch
 
 from stage3_dataflow import suggest_split_rule
 from stage3_dataflow.bench_cases import SOFTMAX_SCALE, build_case, equal_shape
+from stage3_dataflow.bench_kernels import _outputs
 from stage3_dataflow.bench_timing import Stopwatch, describe_machine
 from stage3_dataflow.decode import decode_quantized
 from stage3_dataflow.split_plan import SplitRule
-from stage3_dataflow.workspace import DecodeWorkspace
 
 SHAPES = (
     *((48, 128, length) for length in (65536, 8192, 2048)),
@@ -42,9 +42,7 @@ def times(batch: int, heads: int, length: int, watch: Stopwatch) -> dict[str, fl
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     suggested = suggest_split_rule(batch, heads, length, processors=processors).max_splits
     case = build_case(equal_shape(batch, heads, length), device=device)
-    out = torch.empty(case.q_latent.shape, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(out.shape[:3], device=device)
-    workspace = DecodeWorkspace(device)
+    outputs = _outputs(case)
     found: dict[str, float] = {}
     for splits in (*range(1, 6), suggested) * 2:
         call = partial(
@@ -55,9 +53,7 @@ def times(batch: int, heads: int, length: int, watch: Stopwatch) -> dict[str, fl
             case.cache_seqlens,
             SOFTMAX_SCALE,
             split_rule=SplitRule(max(64, -(-length // splits)), splits),
-            out=out,
-            lse=lse,
-            workspace=workspace,
+            **outputs,
         )
         taken = watch.time(call).median
         found[str(splits)] = min(taken, found.get(str(splits), taken))
